@@ -18,6 +18,22 @@ Result = TypeVar("Result")
 SOLO = Group("", 1, 0)
 
 
+def stage_group(dims: ArchonParallelDims) -> Group:
+    """Return all ranks of this rank's pipeline stage. A collective: every rank calls it."""
+    if dims.world_size == 1:
+        return SOLO
+    from archon.parallel.mesh import default_group, shared_group
+
+    world = default_group()
+    if dims.pp == 1:
+        return Group.from_process_group(world)
+    size = dims.world_size // dims.pp
+    stages = tuple(tuple(range(first, first + size)) for first in range(0, dims.world_size, size))
+    group = shared_group(world, "stage", stages)
+    assert group is not None  # every rank is in a stage
+    return Group.from_process_group(group)
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Groups of this rank. `dp` ranks have different documents; ranks of a `cp`, `tp` or `pp` group share documents."""

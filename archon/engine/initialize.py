@@ -44,7 +44,7 @@ from archon.parallel.mixed_precision import has_mixed_precision
 from archon.parallel.pipeline import StagedModel
 from archon.parallel.pipeline_schedule import Pipeline
 from archon.parallel.process_group import join_process_group, limit_collectives
-from archon.parallel.ranks import Ranks
+from archon.parallel.ranks import SOLO, Ranks, stage_group
 from archon.parallel.resolve import ResolvedLayout, resolve_layout
 from archon.schema.config import EngineConfig
 
@@ -153,7 +153,8 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
     optimizer = scheduler = stepper = None
     if config.optimizer is not None and not loras:
         compiled = compile_enabled(config.compile, next(model.parameters()).device.type)
-        optimizer = build_optimizer(model, config.optimizer, compiled=compiled)
+        stage = stage_group(dims) if config.optimizer.kind == "muon" else SOLO
+        optimizer = build_optimizer(model, config.optimizer, compiled=compiled, group=stage)
         scheduler = LRSchedule(optimizer, config.optimizer.lr, config.scheduler, total_steps)
         stepper = StepInBackward(optimizer) if config.gradient_reduction == "step_in_backward" else None
 

@@ -1,4 +1,4 @@
-"""AdamW, gradient clipping and learning-rate schedules."""
+"""Optimizers, gradient clipping and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from archon.engine.low_bit_adamw import LowBitAdamW
+from archon.engine.muon import Muon, is_matrix
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.fsdp import local_tensor
+from archon.parallel.ranks import SOLO
 from archon.parallel.torch_private import foreach_mul_, foreach_norm
 from archon.schema.config import OptimizerConfig, SchedulerConfig
 from archon.schema.errors import ConfigError, UserError
@@ -27,18 +29,24 @@ NORM_CHUNK = 2**14
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, names: Collection[str] | None = None, *, compiled: bool = False
-) -> AdamW:
-    """Return AdamW [Loshchilov & Hutter 2019, algorithm 2] with weight decay on matrices only.
+    model: nn.Module,
+    config: OptimizerConfig,
+    names: Collection[str] | None = None,
+    *,
+    compiled: bool = False,
+    group: Group = SOLO,
+) -> Optimizer:
+    """Return AdamW [Loshchilov & Hutter 2019, algorithm 2] or `Muon`, with weight decay on matrices only.
 
-    One fused kernel updates each group. On a CPU it takes a fifth of the plain loop's time and a tenth of `foreach`.
-    Narrow moments are updated by `LowBitAdamW`.
+    One fused kernel updates each group of AdamW. On a CPU it takes a fifth of the plain loop's time and a tenth of
+    `foreach`. Narrow moments are updated by `LowBitAdamW`.
 
     Args:
         model: the model.
-        config: learning rate, betas, epsilon, weight decay and format of the moments.
+        config: the optimizer's kind and settings.
         names: the trained parameters; all by default.
         compiled: compile the update of narrow moments.
+        group: all ranks of this rank's pipeline stage, for Muon.
 
     Raises:
         ConfigError: the moments are in 8 bits, and torchao cannot be imported.
@@ -47,14 +55,20 @@ def build_optimizer(
     if names is not None:
         chosen = {id(parameter) for name, parameter in model.named_parameters() if name in names}
         decayed, plain = ([p for p in parameters if id(p) in chosen] for parameters in (decayed, plain))
+    matrices = muon_matrices(model) if config.kind == "muon" else set()
     groups: dict[Any, dict[str, Any]] = {}
     for parameters, decay in ((decayed, config.weight_decay), (plain, 0.0)):
         for parameter in parameters:
             # A fused kernel takes parameters of one mesh, and experts have a separate mesh.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            group = groups.setdefault((decay, mesh), {"params": [], "weight_decay": decay})
-            group["params"].append(parameter)
+            by_muon = id(parameter) in matrices
+            new_group: dict[str, Any] = {"params": [], "weight_decay": decay}
+            if config.kind == "muon":
+                new_group["matrices"] = by_muon
+            groups.setdefault((decay, mesh, by_muon), new_group)["params"].append(parameter)
     betas = (config.beta1, config.beta2)
+    if config.kind == "muon":
+        return Muon(groups.values(), lr=config.lr, momentum=config.momentum, betas=betas, eps=config.eps, group=group)
     if config.moments != "float32":
         return LowBitAdamW(
             groups.values(), config.moments, lr=config.lr, betas=betas, eps=config.eps, compiled=compiled
@@ -78,6 +92,17 @@ def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
         if parameter.requires_grad:
             (plain if parameter.ndim < 2 or id(parameter) in embeddings else decayed).append(parameter)
     return decayed, plain
+
+
+def muon_matrices(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that Muon trains: matrices of layers, no heads, embeddings or convolutions."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Linear) or getattr(module, "role", None) == "experts"
+        for parameter in module.parameters(recurse=False)
+        if is_matrix(getattr(module, "role", None), parameter.shape)
+    }
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], stages: Group | None = None) -> Tensor:
@@ -164,16 +189,18 @@ def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerCo
 
     Warm-up of w steps: (step + 1) / w, from just above 0 to 1 at step w - 1; no step has rate 0. Afterwards,
     with p = (step - w) / (total - w) capped at 1 and r = `min_lr_ratio`: constant 1; linear 1 - (1 - r) p; cosine r +
-    (1 - r) (1 + cos πp) / 2 [Loshchilov & Hutter 2017].
+    (1 - r) (1 + cos πp) / 2 [Loshchilov & Hutter 2017]; wsd 1 until the last `decay_steps` steps, and linear over them
+    [Hu et al. 2024, arXiv:2404.06395].
     """
-    warmup = _warmup_steps(config, total_steps)
+    warmup = _steps(config.warmup_steps, total_steps)
     if step < warmup:
         return (step + 1) / warmup
     if config.kind == "constant":
         return 1.0
     assert total_steps is not None  # check_schedule refuses a decaying schedule without an end
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    if config.kind == "linear":
+    first = total_steps - _steps(config.decay_steps, total_steps) if config.kind == "wsd" else warmup
+    progress = min(1.0, max(0, step - first) / max(1, total_steps - first))
+    if config.kind in ("linear", "wsd"):
         return 1.0 - (1.0 - config.min_lr_ratio) * progress
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
@@ -185,18 +212,27 @@ def check_schedule(config: SchedulerConfig, total_steps: int | None) -> None:
     if total_steps is None:
         setting = f"kind = {config.kind}" if config.kind != "constant" else f"warmup_steps = {config.warmup_steps}"
         raise ConfigError(f"scheduler.{setting} needs total_steps; pass it to initialize(total_steps=…)")
-    if config.kind != "constant" and _warmup_steps(config, total_steps) >= total_steps:
+    if config.kind == "constant":
+        return
+    warmup, decay = _steps(config.warmup_steps, total_steps), _steps(config.decay_steps, total_steps)
+    if config.kind == "wsd" and warmup + decay > total_steps:
+        raise ConfigError(
+            f"scheduler.warmup_steps = {config.warmup_steps} and scheduler.decay_steps = {config.decay_steps} are more "
+            f"than the {total_steps} steps; lower them, or set shares of all steps, such as 0.05 and 0.2"
+        )
+    if warmup >= total_steps:
         raise ConfigError(
             f"scheduler.warmup_steps = {config.warmup_steps} leaves none of the {total_steps} steps to decay in; "
             "lower it, or set a share of all steps, such as scheduler.warmup_steps=0.05"
         )
 
 
-def _warmup_steps(config: SchedulerConfig, total_steps: int | None) -> int:
-    if isinstance(config.warmup_steps, int):
-        return config.warmup_steps
+def _steps(steps: float, total_steps: int | None) -> int:
+    """Return a number of steps, which may be configured as a share of all steps."""
+    if isinstance(steps, int):
+        return steps
     assert total_steps is not None  # see check_schedule
-    return round(config.warmup_steps * total_steps)
+    return round(steps * total_steps)
 
 
 class LRSchedule:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from archon.checkpoint.safetensors_file import LazyTensor, full_region
 from archon.checkpoint.state_tree import Shard, select_region
 from archon.engine.low_bit_adamw import MOMENTS, LowBitAdamW
+from archon.engine.muon import Muon
 from archon.models.layers.moe import expert_biases
 from archon.models.lora.model import is_lora
 from archon.parallel.fsdp import local_region, local_tensor
@@ -97,17 +98,18 @@ def load_optimizer_state(
     for name, parameter in parameters.items():
         values = dict(state[sources[name]])
         step = values.pop("step")
-        moments = (
-            LowBitAdamW.new_moments(optimizer, parameter)
-            if isinstance(optimizer, LowBitAdamW)
-            else {key: torch.empty_like(parameter) for key in MOMENTS}
-        )
+        if isinstance(optimizer, Muon):
+            moments = Muon.new_moments(optimizer, parameter)
+        elif isinstance(optimizer, LowBitAdamW):
+            moments = LowBitAdamW.new_moments(optimizer, parameter)
+        else:
+            moments = {key: torch.empty_like(parameter) for key in MOMENTS}
         formats = {key: (x.dtype, tuple(x.shape)) for key, x in moments.items()}
         saved = {key: (_dtype(x), tuple(x.shape)) for key, x in values.items()}
         if saved != formats:
             raise CheckpointError(
                 f"optimizer entry {name!r} is {_describe(saved)} in the checkpoint, expected {_describe(formats)}; was "
-                "optimizer.moments changed, the layout of 8-bit moments, or the model?"
+                "optimizer.kind or optimizer.moments changed, the layout of 8-bit moments, or the model?"
             )
         for key, moment in moments.items():
             region = local_region(moment)

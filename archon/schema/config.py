@@ -152,8 +152,14 @@ def _short_repr(value: Any) -> str:
 
 
 class OptimizerConfig(StrictModel):
-    """AdamW. Norms, biases and embeddings have no weight decay."""
+    """Optimizer. Norms, biases and embeddings have no weight decay."""
 
+    kind: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: Muon for the matrices of layers, with updates of AdamW's size, so that lr and weight_decay "
+        "of AdamW fit; AdamW for embeddings, heads, norms and biases",
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay of Muon's momentum")
     lr: float = Field(1e-5, gt=0, description="peak learning rate")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
@@ -169,20 +175,35 @@ class OptimizerConfig(StrictModel):
         5, ge=1, description="steps in a row with a non-finite gradient, after which training stops"
     )
 
+    @model_validator(mode="after")
+    def _check_moments(self) -> OptimizerConfig:
+        if self.kind == "muon" and self.moments != "float32":
+            raise ValueError(
+                f"kind = muon needs moments = float32, got {self.moments}; set moments to float32, or kind to adamw"
+            )
+        return self
+
 
 class SchedulerConfig(StrictModel):
     """Learning-rate schedule, by optimizer step."""
 
-    kind: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "constant", description="shape after the warm-up; wsd: constant, then linear over the last decay_steps"
+    )
     warmup_steps: int | float = Field(
         0, ge=0, description="steps of linear warm-up from 0; below 1: share of all steps, such as 0.05"
+    )
+    decay_steps: int | float = Field(
+        0.2, gt=0, description="steps of the decay of wsd; below 1: share of all steps, such as 0.2"
     )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="final learning rate, as a share of the peak")
 
     @model_validator(mode="after")
-    def _check_warmup(self) -> SchedulerConfig:
-        if isinstance(self.warmup_steps, float) and self.warmup_steps >= 1:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}; expected whole steps, or a share below 1")
+    def _check_shares(self) -> SchedulerConfig:
+        for name in ("warmup_steps", "decay_steps"):
+            steps = getattr(self, name)
+            if isinstance(steps, float) and steps >= 1:
+                raise ValueError(f"{name} is {steps}; expected whole steps, or a share below 1")
         return self
 
 
@@ -447,7 +468,7 @@ class EngineConfig(StrictModel):
         "optimizer.max_grad_norm = null",
     )
     optimizer: OptimizerConfig | None = Field(
-        default_factory=OptimizerConfig, description="AdamW; null: the model is only evaluated"
+        default_factory=OptimizerConfig, description="optimizer; null: the model is only evaluated"
     )
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="learning-rate schedule")
     activation_checkpoint: ActivationCheckpointConfig = Field(
@@ -465,6 +486,14 @@ class EngineConfig(StrictModel):
             raise ValueError(
                 "lora needs the weights of a checkpoint, and init_from_scratch = true reads none; set "
                 "init_from_scratch to false, or lora to null"
+            )
+        optimizers = [self.optimizer]
+        if self.lora is not None:
+            optimizers += [lora.optimizer for lora in (self.lora.loras or {}).values()]
+        if self.lora is not None and any(each is not None and each.kind == "muon" for each in optimizers):
+            raise ValueError(
+                "optimizer.kind = muon orthogonalizes updates of whole matrices, and lora trains two factors of each; "
+                "set it to adamw, or lora to null"
             )
         if self.lora is not None and self.router_bias_update_rate:
             raise ValueError(

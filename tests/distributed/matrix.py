@@ -37,6 +37,7 @@ from tests.distributed.shared_moe import register
 
 TEMPERATURE = 0.8
 COMPUTED = (
+    "optimizer",
     "router_aux_loss_coef",
     "router_bias_update_rate",
     "loss",

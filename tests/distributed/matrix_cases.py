@@ -17,6 +17,7 @@ def _pipeline(layout: str, schedule: str, model: str = "dense", *traps: str, **c
 
 
 BALANCED = {"router_bias_update_rate": 0.01}
+MUON = {"kind": "muon", "lr": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1}
 
 # Run by `make test`: every axis and every trap once.
 QUICK: tuple[Case, ...] = (
@@ -52,10 +53,20 @@ QUICK: tuple[Case, ...] = (
     _case("t2", "fp8", "scales of rows whose features are sharded", fp8="rowwise"),
     _case("(attn:t2|ffn:t2)", "fp8_moe", "scales of experts split by hidden features", fp8="tensorwise"),
     _case("(attn:t2|ffn:t2)", "fp8_moe", "scales of rows of experts split by hidden features", fp8="rowwise"),
+    _case("d2t2", "few_kv", "Muon's matrices are sharded by rows and columns, or by one of them", optimizer=MUON),
+    _case("d2t2e4", "moe", "Muon's experts stay whole", optimizer=MUON),
 )
 
 # The rest of the matrix, marked slow.
 FURTHER: tuple[Case, ...] = (
+    _case("d4", "bias", optimizer=MUON),
+    _case("r2d2", "tied", "Muon's replicas share the work", optimizer=MUON),
+    _case("d2p2t2", "dense", "Muon in each pipeline stage", optimizer=MUON),
+    _case("d4c2", "dense", "Muon's matrices with fewer rows than ranks", optimizer=MUON),
+    _case("d2", "dense", optimizer=MUON, cpu_offload=True),
+    _case("d2e2", "moe", optimizer=MUON),
+    _case("d4e2", "moe", "Muon's experts are dealt to the ranks that hold them", optimizer=MUON),
+    _case("(attn:d2t2|ffn:d1t2e2)", "moe", "Muon's experts are split by hidden features", optimizer=MUON),
     _case("d4"),
     _case("d2", "bias"),
     _case("d2", "window"),

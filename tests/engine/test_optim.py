@@ -30,6 +30,8 @@ def schedule_by_hand(kind: str, step: int, warmup: int, total: int, floor: float
         return (step + 1) / warmup
     if kind == "constant":
         return 1.0
+    if kind == "wsd":  # a quarter of 20 steps
+        return 1.0 if step < 15 else floor + (1 - floor) * max(20 - step, 0) / 5
     if step >= total:
         return floor
     share = (step - warmup) / (total - warmup)
@@ -38,10 +40,10 @@ def schedule_by_hand(kind: str, step: int, warmup: int, total: int, floor: float
     return floor + (1 - floor) * (math.cos(math.pi * share) + 1) / 2
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 @pytest.mark.parametrize(("warmup", "floor"), [(0, 0.0), (4, 0.1), (1, 1.0)])
 def test_schedules_are_their_formulas(kind: str, warmup: int, floor: float) -> None:
-    config = SchedulerConfig(kind=kind, warmup_steps=warmup, min_lr_ratio=floor)
+    config = SchedulerConfig(kind=kind, warmup_steps=warmup, decay_steps=0.25, min_lr_ratio=floor)
     for step in range(25):
         expected = schedule_by_hand(kind, step, warmup, 20, floor)
         assert learning_rate_factor(step, 20, config) == pytest.approx(expected, abs=FORMULA_FP64)
@@ -72,7 +74,20 @@ def test_a_decaying_schedule_needs_an_end() -> None:
         LRSchedule(optimizer, 1.0, SchedulerConfig(warmup_steps=0.1), None)
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_wsd_needs_an_end_and_room_for_its_decay() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), OptimizerConfig())
+    with pytest.raises(ConfigError, match="wsd needs total_steps"):
+        LRSchedule(optimizer, 1.0, SchedulerConfig(kind="wsd"), None)
+    with pytest.raises(
+        ConfigError, match=r"warmup_steps = 3 and scheduler.decay_steps = 0.8 are more than the 10 steps"
+    ):
+        LRSchedule(optimizer, 1.0, SchedulerConfig(kind="wsd", warmup_steps=3, decay_steps=0.8), 10)
+    LRSchedule(optimizer, 1.0, SchedulerConfig(kind="wsd", warmup_steps=2, decay_steps=8), 10)
+    with pytest.raises(ConfigError, match=r"decay_steps is 1.5"):
+        SchedulerConfig.parse({"kind": "wsd", "decay_steps": 1.5})
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 def test_a_share_of_warmup_steps_scales_with_the_run(kind: str) -> None:
     share, steps = (SchedulerConfig.parse({"kind": kind, "warmup_steps": warmup}) for warmup in (0.25, 5))
     assert [learning_rate_factor(step, 20, share) for step in range(20)] == [

@@ -74,6 +74,8 @@ class RankParameters:
         experts: the experts' part of `gathered`.
         largest_layer: the largest layer's part of `gathered`.
         outside_layers: the part of `gathered` outside layers: embedding, norm and head.
+        matrices: the part of `local` that Muon trains.
+        muon_flops: this rank's FLOPs to orthogonalize Muon's updates.
         lora: counts of the LoRA weights; if present, all other weights are frozen.
     """
 
@@ -82,6 +84,8 @@ class RankParameters:
     experts: int = 0
     largest_layer: int = 0
     outside_layers: int = 0
+    matrices: int = 0
+    muon_flops: float = 0.0
     lora: RankParameters | None = None
 
     @property
@@ -95,10 +99,12 @@ class RankParameters:
         return 4 * max(4, width) * self.trained.local + (0 if self.lora is None else self.local * width)
 
 
-def moment_bytes(config: EngineConfig, parameters: int, wide: int) -> int:
-    """Return the bytes of AdamW's two moments; 8 bits have a float32 scale for 256 elements."""
+def moment_bytes(config: EngineConfig, trained: RankParameters, wide: int) -> int:
+    """Return the bytes of two moments, of one for matrices of Muon; 8 bits have a float32 scale for 256 elements."""
     moments = "float32" if config.optimizer is None else config.optimizer.moments
-    return int(2 * parameters * {"float32": float(wide), "bfloat16": 2.0, "int8": 1 + 4 / 256}[moments])
+    with_muon = config.optimizer is not None and config.optimizer.kind == "muon"
+    numbers = 2 * trained.local - (trained.matrices if with_muon else 0)
+    return int(numbers * {"float32": float(wide), "bfloat16": 2.0, "int8": 1 + 4 / 256}[moments])
 
 
 def rank_parameters(
@@ -117,6 +123,8 @@ def rank_parameters(
         experts=sum(count.experts for count in layers),
         largest_layer=max((count.gathered for count in layers), default=0),
         outside_layers=sum(count.gathered for count in outside_layers),
+        matrices=sum(count.matrices for count in (*layers, *outside_layers)),
+        muon_flops=sum(count.muon_flops for count in (*layers, *outside_layers)),
         lora=rank_parameters(weights, layout, plan, rank, lora=True) if weights.has_lora and not lora else None,
     )
 
@@ -221,7 +229,7 @@ class _Step:
         self.hidden_states = self.shard.rows * model.args.dim * self.shard.bytes
         self.gradient_shards = masters = self.trained.local * self.shard.wide
         weights = (self.counts.local * self.shard.bytes, masters) if self.frozen else (masters, 0)
-        self.base = MemoryEstimate(*weights, moment_bytes(config, self.trained.local, self.shard.wide), 0, 0, 0, 0, 0)
+        self.base = MemoryEstimate(*weights, moment_bytes(config, self.trained, self.shard.wide), 0, 0, 0, 0, 0)
         if self.micro_batches > 1 and not (self.accumulates and self.sharded):
             self.accumulated_shards = self.gradient_shards
         elif self.accumulates and self.micro_batches > self.in_flight:

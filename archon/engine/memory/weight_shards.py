@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from archon.engine.memory.activations import LoRAMatrices, LoRAMatrix
+from archon.engine.muon import is_matrix, orthogonalize_flops
 from archon.models.args.base import BaseModelArgs
 from archon.models.lora.layers import LoRALayer
 from archon.models.lora.model import add_lora
@@ -81,22 +82,28 @@ def _chunk_rows(rows: int, ways: int, index: int) -> int:
 class ParameterCounts:
     """Elements of a set of weights: one rank's shards (`local`), and after FSDP's all-gather (`gathered`).
 
-    `experts` are the gathered elements of experts, which have a separate FSDP group.
+    `experts` are the gathered elements of experts, which have a separate FSDP group. `matrices` are the part of `local`
+    that Muon trains, and `muon_flops` this rank's FLOPs to orthogonalize their updates.
     """
 
     local: int
     gathered: int
     experts: int
+    matrices: int
+    muon_flops: float
 
 
 @lru_cache(maxsize=65536)
 def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout, rank: int) -> ParameterCounts:
     """Return the element counts of `weights` on `rank`."""
     local = [(prod(w.local(layout)), w.role == "experts") for w in weights]
+    matrices = [w for w in weights if is_matrix(w.role, w.shape)]
     return ParameterCounts(
         sum(w.shard(layout, rank) for w in weights),
         sum(size for size, _ in local),
         sum(size for size, expert in local if expert),
+        sum(w.shard(layout, rank) for w in matrices),
+        sum(orthogonalize_flops(w.shape) for w in matrices) * layout.pp / layout.world_size,
     )
 
 

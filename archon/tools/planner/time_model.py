@@ -192,6 +192,13 @@ class TimeModel:
             parts["stages"] = n * self._transfers(config, layout, plan, tokens)
         parts["fsdp"] = self._fsdp(config, layout, plan, counts, n, each * n)
         parts["optimizer"] = OPTIMIZER_PASSES * (counts.trained.local * max(4, WIDTHS[config.dtype])) / self._memory
+        if config.optimizer is not None and config.optimizer.kind == "muon":
+            hw, stage_ranks = self.hardware, layout.world_size // layout.pp
+            width = WIDTHS[config.dtype] if hw.processors else 2  # GPUs orthogonalize in bfloat16
+            peak = hw.flops(config.dtype if hw.processors else "bfloat16") * hw.gemm_efficiency
+            # Updates are sent to the ranks that orthogonalize them, and back.
+            traffic = Link(hw, stage_ranks, 1).all_to_all_seconds(2 * counts.trained.matrices * width, 2)
+            parts["optimizer"] += counts.trained.muon_flops / peak + traffic
         return StepTime(**{name: seconds * slowdown for name, seconds in parts.items()} | {"bubble": bubble})
 
     def _count_ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:

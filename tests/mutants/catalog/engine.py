@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from tests.mutants.catalog.known_tests import MATRIX, PIPELINE
+from tests.mutants.catalog.known_tests import FURTHER_MATRIX, MATRIX, PIPELINE
 from tests.mutants.mutant import Mutant
+
+MUON = {"kind": "muon", "lr": 0.01, "max_grad_norm": 0.5, "weight_decay": 0.1}
+"""Optimizer of the matrix's cases."""
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -231,5 +234,62 @@ MUTANTS: tuple[Mutant, ...] = (
         "before, shapes.use_duck_shape = shapes.use_duck_shape, False",
         "before = shapes.use_duck_shape",
         ("tests/engine/test_precision.py::test_sizes_that_only_the_first_batch_has_in_common_are_not_compiled_in",),
+    ),
+    Mutant(
+        "Muon's update is its momentum, without the gradient once more",
+        "archon/engine/muon.py",
+        'updates.append(gradient.add_(momentum, alpha=group["momentum"]))',
+        "updates.append(gradient.copy_(momentum))",
+        ("tests/engine/test_muon.py",),
+    ),
+    Mutant(
+        "Muon's update has the size of the smaller dimension",
+        "archon/engine/muon.py",
+        "UPDATE_RMS * max(parameter.shape[-2:]) ** 0.5",
+        "UPDATE_RMS * min(parameter.shape[-2:]) ** 0.5",
+        ("tests/engine/test_muon.py",),
+    ),
+    Mutant(
+        "Muon's weights do not decay",
+        "archon/engine/muon.py",
+        'mul_(1 - group["lr"] * group["weight_decay"])',
+        "mul_(1.0)",
+        ("tests/engine/test_muon.py",),
+    ),
+    Mutant(
+        "Muon trains the head",
+        "archon/engine/muon.py",
+        'role in ("column", "row",',
+        'role in ("head", "column", "row",',
+        ("tests/engine/test_muon.py",),
+    ),
+    Mutant(
+        "AdamW of Muon's vectors keeps the first learning rate",
+        "archon/engine/muon.py",
+        'adamw_group |= {"lr": group["lr"], "params": group["params"]}',
+        'adamw_group |= {"params": group["params"]}',
+        ("tests/engine/test_muon.py",),
+    ),
+    Mutant(
+        "experts split by hidden features are orthogonalized in parts",
+        "parallel/whole_matrices.py",
+        "whole = (chunk, *(slice(0, size) for size in tensor.shape[1:]))",
+        "whole = next((chunk, *region[1:]) for region in holders.values())\n"
+        "            holders = {r: region for r, region in holders.items() if region[1:] == whole[1:]}",
+        (f"{FURTHER_MATRIX}[moe-(attn:d2t2|ffn:d1t2e2)-float64-optimizer={MUON}]",),
+    ),
+    Mutant(
+        "the decay of wsd begins a step early",
+        "archon/engine/optim.py",
+        "max(0, step - first)",
+        "max(0, step + 1 - first)",
+        ("tests/engine/test_optim.py",),
+    ),
+    Mutant(
+        "the planner counts two moments for Muon's matrices",
+        "archon/engine/memory/memory_model.py",
+        "numbers = 2 * trained.local - (trained.matrices if with_muon else 0)",
+        "numbers = 2 * trained.local",
+        ("tests/tools/planner/test_memory.py",),
     ),
 )

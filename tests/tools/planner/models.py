@@ -81,6 +81,7 @@ FULL = {"activation_checkpoint": {"mode": "full"}}
 OPS = {"activation_checkpoint": {"mode": "selective", "selective": "op"}}
 SECOND = {"activation_checkpoint": {"mode": "selective", "selective": 2}}
 LORA = {"lora": {"rank": 16}}
+MUON: dict[str, Any] = {"optimizer": {"kind": "muon"}}
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.tools.planner.allocation_trace import trace_allocations
-from tests.tools.planner.models import FULL, INTERLEAVED, LORA, OPS, SECOND, Case
+from tests.tools.planner.models import FULL, INTERLEAVED, LORA, MUON, OPS, SECOND, Case
 
 QUICK = [
     Case("dense", "d1", {"dtype": "float32"}),
     Case("dense", "d4"),
     Case("dense", "d4", FULL),
     Case("moe", "d4e4"),
+    Case("moe", "d2t2e4", FULL | MUON),
     Case("dense", "p2t2", FULL, micro_batches=4),
     Case("dense", "d4", LORA),
 ]
@@ -22,6 +23,7 @@ SLOW = [
     Case("dense", "d4", tokens=512),
     Case("dense", "d4", tokens=2048, micro_batches=2),
     Case("dense", "d4", OPS),
+    Case("tied", "p2d2", MUON, tokens=2048, micro_batches=4),
     Case("dense", "d4", SECOND),
     Case("dense", "d8", {"gradient_reduction": "per_microbatch"}, tokens=2048, micro_batches=4),
     Case("dense", "d4", {"reshard_after_forward": "never"}),

@@ -267,3 +267,18 @@ def test_8_bit_products_take_the_time_of_their_rate() -> None:
     )
     with pytest.raises(ConfigError, match="a100-80gb has no FP8 matmuls"):
         step("d1", read_hardware("a100-80gb"), dtype="bfloat16", fp8="rowwise")
+
+
+@pytest.mark.parametrize("layout", ["d1", "d4", "t4"])
+def test_ranks_share_the_time_of_muon(layout: str) -> None:
+    muon, adamw = (step(layout, CPU, optimizer={"kind": kind}).optimizer for kind in ("muon", "adamw"))
+    flops = 0
+    for rows, columns, count in ((256, 256, 2), (256, 128, 2), (256, 768, 3)):  # q and o, k and v, the feed-forward
+        low, high = min(rows, columns), max(rows, columns)
+        flops += DENSE["num_hidden_layers"] * count * 5 * (4 * low * low * high + 2 * low**3)
+    ranks = parse_layout(layout).world_size
+    seconds = flops / ranks / (CPU.flops("float32") * CPU.gemm_efficiency)
+    slowdown = CPU.oversubscription(ranks)
+    matrices = DENSE["num_hidden_layers"] * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 768) // ranks
+    traffic = Link(CPU, ranks, 1).all_to_all_seconds(2 * 4 * matrices, 2)
+    assert muon - adamw == pytest.approx(slowdown * (seconds + traffic))
