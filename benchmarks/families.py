@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from archon.models.released import released_models
 from archon.models.spec import FAMILIES, get_model_spec
 from archon.tools.bench.origin import ROOT, commit, versions
 from archon.tools.check.card import MARKS, read_card, write_card
@@ -83,7 +84,28 @@ def pages() -> dict[Path, str]:
     """Return the READMEs with their tables as they should be, by path."""
     families = checked_families()
     tables = {ROOT / "README.md": support_table(families), ROOT / "models" / "README.md": zoo_table(families)}
-    return {path: with_table(path.read_text(encoding="utf-8"), table) for path, table in tables.items()}
+    texts = {path: with_table(path.read_text(encoding="utf-8"), table) for path, table in tables.items()}
+    return texts | {ROOT / "models" / "RELEASED.md": released_page()}
+
+
+def released_page() -> str:
+    """Return the page that lists released models with their model type and its status."""
+    rows = [
+        "# Which model is which family",
+        "",
+        "`archon models NAME` searches this table. `python -m benchmarks.families --tables` writes it from "
+        "[released.tsv](released.tsv). A model that is not listed has its `model_type` in its `config.json`.",
+        "",
+        "| model | `model_type` | status |",
+        "| --- | --- | --- |",
+    ]
+    for model in released_models():
+        status = model.status
+        if status == "supported":
+            card = CARDS / f"{model.model_type}.md"
+            status = f"[supported](cards/{card.name})" if card.exists() else status
+        rows.append(f"| {model.name} | `{model.model_type}` | {status} |")
+    return "\n".join(rows) + "\n"
 
 
 def with_table(text: str, table: str) -> str:
