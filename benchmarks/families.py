@@ -93,8 +93,10 @@ def released_page() -> str:
     rows = [
         "# Which model is which family",
         "",
-        "`archon models NAME` searches this table. `python -m benchmarks.families --tables` writes it from "
-        "[released.tsv](released.tsv). A model that is not listed has its `model_type` in its `config.json`.",
+        (
+            "`archon models NAME` searches this table. `python -m benchmarks.families --tables` writes it from "
+            "[released.tsv](released.tsv). A model that is not listed has its `model_type` in its `config.json`."
+        ),
         "",
         "| model | `model_type` | status |",
         "| --- | --- | --- |",
