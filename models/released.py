@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -33,10 +32,13 @@ def released_models() -> tuple[ReleasedModel, ...]:
     return tuple(ReleasedModel(*line.split("\t")) for line in text.splitlines()[1:])
 
 
-def find_models(text: str) -> Iterator[ReleasedModel]:
-    """Yield the released models with `text` in their name or model type; case and punctuation do not count."""
-    searched = _letters(text)
-    return (model for model in released_models() if any(searched in _letters(part) for part in model))
+def find_models(text: str) -> list[ReleasedModel]:
+    """Return the released models with `text` in their name or model type; without any, ignore punctuation."""
+    for normalize in (str.lower, _letters):
+        found = [model for model in released_models() if any(normalize(text) in normalize(part) for part in model)]
+        if found:
+            return found
+    return []
 
 
 def _letters(text: str) -> str:

@@ -27,7 +27,7 @@ def command(
             spec = get_model_spec(model_type)
             print(f"{model_type:<16} {spec.model_class.__module__}.{spec.model_class.__name__}")
         return
-    found = list(find_models(name))
+    found = find_models(name)
     for model in found:
         print(f"{model.name:<45} {model.model_type:<16} {model.status}")
     types = sorted(t for t in get_supported_model_types() if name.lower() in t)
