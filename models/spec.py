@@ -80,6 +80,17 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
         "gemma3_text",
     ),
 }
+_MAMBA = "some of its layers are Mamba-2 scans"
+_INDEXED = "a learned indexer selects the tokens of its attention, and hyper-connections replace the residual stream"
+UNSUPPORTED |= {
+    "nemotron_h": (_MAMBA, "qwen3_next"),
+    "granitemoehybrid": (_MAMBA, "granite"),
+    "falcon_h1": ("each layer has a Mamba-2 scan next to its attention", "llama"),
+    "qwen4_exp": (_INDEXED, "qwen3_5_moe"),
+    "glm5_next": (_INDEXED, "glm4_moe_lite"),
+    "gemma4_unified": ("its sliding and full attention have different head dimensions", "gemma3_text"),
+    "lfm2": ("most of its layers are short convolutions", "llama"),
+}
 UNSUPPORTED |= {f"{name}_text": UNSUPPORTED[name] for name in ("llama4", "gemma4")}
 
 
