@@ -20,7 +20,7 @@ from archon.data.registry import load_rows
 from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters
-from archon.models import get_model_spec
+from archon.models import get_model_spec, get_supported_model_types
 from archon.models.args.base import ImageFormat
 from archon.parallel.control_plane import ControlPlane
 from archon.rl.evaluation import evaluate
@@ -268,16 +268,22 @@ def _write_config(config: BootstrapConfig, tokenizer: Any, path: Path) -> ImageF
 
     spec = get_model_spec(config.model_type)  # raises for an unknown family
     recipe = config.tokenizer
+    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if recipe.images else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if config.model_type not in classes:
+        families = ", ".join(sorted(classes.keys() & get_supported_model_types()))
+        raise ConfigError(
+            f"bootstrap: model_type {config.model_type} does not fit tokenizer.images={json.dumps(recipe.images)}; "
+            f"expected one of {families}"
+        )
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     sizes = {"vocab_size": len(tokenizer)} | ids
+    values = {"architectures": [classes[config.model_type]], "dtype": "float32"}
     if recipe.images:
-        values = {"architectures": [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]], "dtype": "float32"}
         write, image_token, end = tokenizer.convert_tokens_to_ids([*IMAGE_TOKENS])
         values |= {"vision_start_token_id": write, "image_token_id": image_token, "vision_end_token_id": end}
         values |= config.hf_config | {"text_config": sizes | config.hf_config.get("text_config", {})}
     else:
-        architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-        values = {"architectures": architectures, "dtype": "float32"} | sizes | config.hf_config
+        values |= sizes | config.hf_config
     try:
         hf_config = AutoConfig.for_model(config.model_type, **values)
     except Exception as error:  # transformers raises many types

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -66,7 +67,7 @@ def kill_point(name: str) -> None:
     if not setting:
         return
     point, _, nth = setting.partition(":")
-    if point not in KILL_POINTS or not (nth or "1").isdigit():
+    if point not in KILL_POINTS or not re.fullmatch(r"\d{0,9}", nth, re.ASCII):
         raise ConfigError(f"{KILL_AT}={setting!r}: expected NAME or NAME:n with NAME one of {', '.join(KILL_POINTS)}")
     _kill_point_hits[name] += 1
     if name == point and _kill_point_hits[name] == int(nth or 1):

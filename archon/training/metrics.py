@@ -17,6 +17,7 @@ from typing import Any
 
 from archon.checkpoint.atomic import write_synced
 from archon.schema.errors import DatasetError
+from archon.schema.files import open_regular
 
 METRICS_FILE = "metrics.jsonl"
 TRAJECTORIES_FILE = "trajectories.jsonl"
@@ -32,7 +33,8 @@ class JsonlWriter:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if self.path.exists():
-            content = self.path.read_bytes()
+            with open_regular(self.path) as file:
+                content = file.read()
             if content and not content.endswith(b"\n"):
                 os.truncate(self.path, content.rfind(b"\n") + 1)
         self._file = self.path.open("ab", buffering=0)

@@ -86,6 +86,17 @@ def test_bootstrap_config_that_cannot_be_made(archon, sft_overrides, tmp_path, v
     assert not list(tmp_path.glob("made*")), "nothing is left that the fixed run would stumble over"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "images", "expected"),
+    [("qwen3", "true", "qwen3_5, qwen3_5_moe, qwen3_vl"), ("qwen3_vl", "false", "granite, llama")],
+)
+def test_a_bootstrap_of_a_family_with_the_wrong_kind_of_tokenizer(archon, tmp_path, model_type, images, expected):
+    changes = [f"path={tmp_path / 'made'}", f"model_type={model_type}", f"tokenizer.images={images}"]
+    complaint = archon("bootstrap", "--dry-run", *changes).complaint
+    assert f"model_type {model_type} does not fit tokenizer.images={images}; expected one of " in complaint
+    assert expected in complaint
+
+
 def test_a_schedule_without_an_end_is_refused_before_the_bootstrap(archon, sft_overrides, tmp_path):
     (tmp_path / "bootstrap.yaml").write_text("hf_config: {model_type: qwen3}\n")
     changes = [f"model.path={tmp_path / 'made'}", f"bootstrap={tmp_path / 'bootstrap.yaml'}", "total_steps=3"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 from contextlib import closing
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from archon.schema.errors import DatasetError
+from archon.schema.errors import ConfigError, DatasetError
 from archon.training.metrics import MetricsWriter, TrajectoryWriter, read_jsonl
 
 
@@ -48,6 +49,12 @@ def test_a_torn_last_line_is_tolerated_and_removed_when_the_run_goes_on(tmp_path
     assert read_jsonl(path) == [{"step": 1}]
     MetricsWriter(path).write(2, {"loss": 1.0})
     assert [record["step"] for record in read_jsonl(path)] == [1, 2]
+
+
+def test_records_are_appended_to_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match="it is a named pipe, not a regular file"):
+        MetricsWriter(tmp_path / "metrics.jsonl")
 
 
 def test_a_record_that_the_disk_does_not_take_is_an_error_that_names_the_file_and_leaves_no_torn_line(tmp_path):

@@ -95,6 +95,9 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) 
     alone = free_memory(torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_memory(torch.device("cpu")) == alone // 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "four")
+    with pytest.raises(ConfigError, match="the variable LOCAL_WORLD_SIZE is 'four'; expected an integer"):
+        free_memory(torch.device("cpu"))
 
 
 def test_the_gradients_are_those_without_recomputation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

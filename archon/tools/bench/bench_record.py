@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError
+from archon.schema.files import JSON_BYTES, read_limited
 from archon.tools.bench.config import Point, SweepConfig
 from archon.tools.bench.origin import Machine, NumericCheck, Spread, max_by_name
 
@@ -203,8 +204,9 @@ class BenchRecord(StrictModel):
 
 def read_record(path: str | Path) -> BenchRecord:
     """Return the record in a file, or raise ConfigError if the file is no sweep record."""
+    content = read_limited(path, JSON_BYTES)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(content.decode())
         json.dumps(data, ensure_ascii=False).encode()  # fails on a lone surrogate, which no page can show
         return BenchRecord.model_validate(data)
     except (ValueError, RecursionError):  # not UTF-8, not JSON, wrong fields, a huge number

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError
+from archon.schema.numbers import read_integer
 
 if TYPE_CHECKING:
     from archon.engine.batch import PackedBatch
@@ -56,14 +57,14 @@ def parse_shape(text: str, tokens: int) -> Shape:
         ConfigError: the text has another form.
     """
     if re.fullmatch(r"\d+(,\d+)*", text):
-        lengths = [int(part) for part in text.split(",")]
+        lengths = [read_integer(part, "a document of --lengths") for part in text.split(",")]
         return Shape(name=f"{len(lengths)} ragged to {max(lengths)}, {sum(lengths)} in total", lengths=lengths)
     match = re.fullmatch(r"(uniform|lognormal):(\d+)", text)
     if match is None:
         raise ConfigError(
             f"--lengths is {text!r}; expected lengths such as 700,90,13, or uniform:1024, or lognormal:1024"
         )
-    kind, longest = match[1], int(match[2])
+    kind, longest = match[1], read_integer(match[2], "the longest document of --lengths")
     if not 2 <= longest <= tokens:
         raise ConfigError(f"--lengths {text!r}: the longest document must have 2 to {tokens} (--tokens) tokens")
     draw = random.Random(SEED)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from archon.schema.errors import ConfigError
+from archon.schema.files import read_limited
+
 MAX_GROUPS = 300
 MAX_ANSWERS = 64  # per group
 MAX_IMAGES = 16  # per answer
@@ -84,10 +87,8 @@ def _png(folder: Path | None, name: str, limit: int) -> bytes | None:
     if folder is None or re.fullmatch(r"[0-9a-f]{1,64}\.png", name) is None:
         return None
     try:
-        if (folder / name).stat().st_size > limit:
-            return None
-        data = (folder / name).read_bytes()
-    except OSError:
+        data = read_limited(folder / name, limit)
+    except ConfigError:
         return None
     return data if data.startswith(b"\x89PNG") else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -70,6 +71,12 @@ def test_a_record_of_what_no_sweep_can_measure_is_none(tmp_path: Path, path: tup
     file.write_text("9" * 5000)
     with pytest.raises(ConfigError, match=r"a.json is not a record of archon bench"):
         read_record(file)
+
+
+def test_a_record_is_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="it is a named pipe, not a regular file"):
+        read_record(tmp_path / "fifo")
 
 
 def test_the_figures_of_a_row() -> None:

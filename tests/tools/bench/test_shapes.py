@@ -37,6 +37,8 @@ def test_the_ranks_together_have_every_document_once() -> None:
         ({"lengths": ["ragged"]}, "--lengths is 'ragged'"),
         ({"lengths": ["uniform:9000"]}, "must have 2 to 8192"),
         ({"lengths": ["5,1"]}, "expected at least 2"),
+        ({"lengths": ["9" * 5000]}, r"a document of --lengths is '9{20}'… \(5000 characters\); expected an integer of"),
+        ({"lengths": ["uniform:" + "9" * 5000]}, "expected an integer of at most 18 digits"),
         ({"seq": [1024], "micro_batch": [512]}, "do not fit micro-batches of 512; raise --micro-batch"),
         ({"seq": [1024], "engine": {"layout": "d2"}}, "engine.layout is set by the sweep"),
         ({"seq": [1024], "engine": {"lora": {"loras": {"a": {}}}}}, r"engine\.lora\.loras has several LoRAs"),

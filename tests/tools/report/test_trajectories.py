@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from contextlib import closing
 from importlib import resources
@@ -197,7 +198,8 @@ def test_pictures_of_a_run_are_shown_and_nothing_else_of_the_machine(tmp_path):
     png = b"\x89PNG\r\n\x1a\n" + b"x" * 20
     (tmp_path / "0f.png").write_bytes(png)
     (tmp_path / "ab.png").write_bytes(b"no picture")
-    names = ["0f.png", "ab.png", "../0f.png", "/etc/hostname", "cd.png"]
+    os.mkfifo(tmp_path / "ef.png")
+    names = ["0f.png", "ab.png", "../0f.png", "/etc/hostname", "cd.png", "ef.png"]
     [[first, second]] = sample([answer(images=names), answer(images=names)], tmp_path).groups
-    assert first["images"] == ["data:image/png;base64," + base64.b64encode(png).decode(), None, None, None, None]
+    assert first["images"] == ["data:image/png;base64," + base64.b64encode(png).decode(), *[None] * 5]
     assert "images" not in second  # stored with the first of them
