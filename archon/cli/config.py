@@ -23,6 +23,7 @@ from typer.core import TyperCommand
 
 from archon.schema.config import RELATIVE_TO_CONFIG, StrictModel, expand_path
 from archon.schema.errors import ConfigError
+from archon.schema.interpolations import require_few_interpolations, require_shallow_interpolations
 from archon.schema.yaml_files import read_yaml, require_few_values
 
 if TYPE_CHECKING:
@@ -88,12 +89,15 @@ def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[s
     source = _source(file)
     try:
         base, override_values = _read(file), _read_overrides(overrides)
+        require_few_interpolations(OmegaConf.to_container(base), source)
         for key in choices:
             name = any(override.startswith(f"{key}.") for override in overrides) and OmegaConf.select(base, key)
             if isinstance(name, str):
                 OmegaConf.update(base, key, {"kind": name})
         _require_same_kinds(base, override_values, source)
-        data = OmegaConf.to_container(OmegaConf.merge(base, override_values), resolve=True, throw_on_missing=True)
+        merged = OmegaConf.merge(base, override_values)
+        require_few_interpolations(OmegaConf.to_container(merged), source)
+        data = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
         is_key = isinstance(error, InterpolationKeyError)
@@ -117,7 +121,10 @@ def _read_overrides(overrides: Sequence[str]) -> DictConfig:
             )
         try:
             require_few_values(value, f"override {shown}")
+            require_shallow_interpolations(override, f"override {shown}")
             merged.merge_with_dotlist([f"{key}={_quote_text(value)}"])
+            if "${" in value:  # a later key inside this value resolves it
+                require_few_interpolations(OmegaConf.to_container(merged), f"override {shown}")
         except yaml.YAMLError as error:
             raise ConfigError(f"override {shown} is not YAML: {_first_line(error)}") from None
         except RecursionError:
@@ -169,7 +176,9 @@ def _read(file: Path | None) -> DictConfig:
     if file is None:
         return OmegaConf.create({})
     try:
-        loaded = OmegaConf.load(io.StringIO(read_yaml(file)))
+        text = read_yaml(file)
+        require_shallow_interpolations(text, str(file))
+        loaded = OmegaConf.load(io.StringIO(text))
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not YAML: {_first_line(error)}") from None
     except OSError:  # of OmegaConf

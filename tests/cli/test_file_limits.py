@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from archon.cli.config import load_config
+from archon.cli.config import load_config, read_values
 from archon.data import sources
 from archon.data.images import open_image
 from archon.data.sources import local_files, read_rows
@@ -187,6 +187,46 @@ def test_aliases_that_stand_for_a_billion_values_are_refused(tmp_path):
     inline = "[&a [0, 0], " + ", ".join(f"&{chr(98 + n)} [*{chr(97 + n)}, *{chr(97 + n)}]" for n in range(24)) + "]"
     with pytest.raises(ConfigError, match=r"override .* its aliases stand for"):
         load_config(SFTConfig, None, [f"tags={inline}"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${aN} ${aN}",
+        "['${aN}', '${aN}']",
+        "{b: '${aN}', c: '${aN}'}",
+        "'${oc.select:aN}${.aN}'",
+        "'${oc.env:NO,${aN}${aN}}'",
+    ],
+)
+def test_interpolations_that_expand_without_end_are_refused_before_they_are_resolved(tmp_path, value):
+    file = tmp_path / "bomb.yaml"
+    file.write_text("a0: ha\n" + "".join(f"a{n}: {value.replace('aN', f'a{n - 1}')}\n" for n in range(1, 60)))
+    with pytest.raises(
+        ConfigError, match=r"bomb.yaml: its interpolations \$\{…\} expand to more than 10,000 references"
+    ):
+        load_config(SFTConfig, file, [])
+
+
+def test_interpolations_of_overrides_are_limited_before_a_later_override_resolves_them():
+    values = ", ".join(f"a{n}: '${{tags.a{n - 1}}} ${{tags.a{n - 1}}}'" for n in range(1, 60))
+    with pytest.raises(ConfigError, match=r"override .* expand to more than 10,000 references"):
+        load_config(SFTConfig, None, [f"tags={{a0: ha, {values}}}", "tags.a59.b=1"])
+    with pytest.raises(ConfigError, match=r"override 'tags15=.* expand to more than 16,777,216 characters"):
+        load_config(SFTConfig, None, [f"tags={'x' * 1_000_000}", *(f"tags{n}=${{tags}}" for n in range(20))])
+    with pytest.raises(ConfigError, match=r"more than 20 interpolations \$\{…\} are inside each other"):
+        load_config(SFTConfig, None, [f"run_dir={'${' * 3000}a{'}' * 3000}"])
+
+
+def test_interpolations_within_the_limits_are_resolved(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "run_dir: ${.${seed}}/${model.path}/${oc.select:total_steps}\n7: chosen\nseed: 7\ntotal_steps: 3\n"
+        "model: {path: m, layout: '${oc.env:LAYOUT,d1}'}\n"
+    )
+    values = read_values(file, ["train_data.path=${..model.path}"])
+    assert values["run_dir"] == "chosen/m/3" and values["model"]["layout"] == "d1"
+    assert values["train_data"]["path"] == "m"
 
 
 def test_rows_name_images_that_are_regular_files(odd_files):

@@ -9,6 +9,7 @@ SFT, PREFERENCE, ADAPTERS = "tests/rl/test_sft.py", "tests/rl/test_preference.py
 ROLLOUT, MODES, ASYNCHRONOUS = "tests/rl/test_rollout.py", "tests/rl/test_modes.py", "tests/rl/test_asynchronous.py"
 MIXED, CRITIC, SUMMARY = "tests/rl/test_mixed.py", "tests/rl/test_critic.py", "tests/rl/test_summary.py"
 SCORES, EVALUATION, PREPARE = "tests/rl/test_scores.py", "tests/rl/test_evaluation.py", "tests/rl/test_prepare.py"
+FILE_LIMITS = "tests/cli/test_file_limits.py"
 AGREEMENT = "tests/distributed/test_agreement.py"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -452,5 +453,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "        self.runner.return_to_folder()\n",
         "",
         ("tests/rl/test_faults.py::test_a_workflow_that_changes_the_folder_does_not_move_the_checkpoints",),
+    ),
+    Mutant(
+        "an interpolation counts without the values that it refers to",
+        "archon/schema/interpolations.py",
+        "(_Cost(1) + cost(target) for target",
+        "(_Cost(1) for target",
+        (f"{FILE_LIMITS}::test_interpolations_that_expand_without_end_are_refused_before_they_are_resolved",),
+    ),
+    Mutant(
+        "interpolations of overrides are checked only after all overrides are merged",
+        "archon/cli/config.py",
+        'if "${" in value:',
+        "if False:",
+        (f"{FILE_LIMITS}::test_interpolations_of_overrides_are_limited_before_a_later_override_resolves_them",),
+    ),
+    Mutant(
+        "a number of --lengths may have thousands of digits",
+        "archon/schema/numbers.py",
+        "or len(text) > MAX_DIGITS",
+        "",
+        ("tests/tools/bench/test_shapes.py::test_what_no_point_could_honour_is_refused",),
     ),
 )
