@@ -55,7 +55,7 @@ DIGEST = r"[\d,]+ bytes \(digest \w+\)"
 RUNS: dict[str, tuple[dict[str, Any], str]] = {
     "learning rate": ({}, rf"rank 1 has model.optimizer.lr=0.002, rank 0 has 0.001; {CONFIGURATION}"),
     "seed": ({}, rf"rank 1 has seed=7, rank 0 has 0; {CONFIGURATION}"),
-    "section": ({}, rf'rank 1 has model.optimizer=null, rank 0 has \{{"lr": 0.001, .*; {CONFIGURATION}'),
+    "section": ({}, rf'rank 1 has model.optimizer=null, rank 0 has \{{"kind": "adamw", .*; {CONFIGURATION}'),
     "run_dir": ({}, "trained"),
     "package": ({}, r"rank 1 has numpy=9.9.9, rank 0 has [\d.]+; install the same packages on every machine"),
     "weight": ({}, rf"rank 1 has checkpoint/model.safetensors={DIGEST}, rank 0 has {DIGEST}; {FILES}"),
