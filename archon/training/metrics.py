@@ -32,7 +32,7 @@ class JsonlWriter:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        if self.path.exists():
+        if self.path.exists() and self.path != Path(os.devnull):  # ranks that keep no records write to the null device
             with open_regular(self.path) as file:
                 content = file.read()
             if content and not content.endswith(b"\n"):

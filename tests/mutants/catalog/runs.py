@@ -455,13 +455,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/rl/test_faults.py::test_a_workflow_that_changes_the_folder_does_not_move_the_checkpoints",),
     ),
     Mutant(
-        "an interpolation counts without the values that it refers to",
-        "archon/schema/interpolations.py",
-        "(_Cost(1) + cost(target) for target",
-        "(_Cost(1) for target",
-        (f"{FILE_LIMITS}::test_interpolations_that_expand_without_end_are_refused_before_they_are_resolved",),
-    ),
-    Mutant(
         "interpolations of overrides are checked only after all overrides are merged",
         "archon/cli/config.py",
         'if "${" in value:',
