@@ -17,7 +17,10 @@ def expected_files() -> set[str]:
         **{linked: f"archon/{linked}" for linked in ("models", "parallel", "rl")},
     }.items():
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in {".py", ".c", ".yaml", ".tsv", ".html", ".css", ".js"} and "__pycache__" not in path.parts:
+            if (
+                path.suffix in {".py", ".c", ".yaml", ".tsv", ".html", ".css", ".js"}
+                and "__pycache__" not in path.parts
+            ):
                 files.add(f"{place}/{path.relative_to(ROOT / folder).as_posix()}")
     return files
 
