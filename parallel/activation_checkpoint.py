@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from archon.parallel.activation_offload import InputOffload, offloading_class
 from archon.parallel.torch_private import ignore_profiler_marks, replace_class
 from archon.schema.config import ActivationCheckpointConfig
 from archon.schema.errors import ConfigError
@@ -28,6 +29,7 @@ def apply_activation_checkpointing(
     """Apply activation checkpointing to the blocks; module and parameter names stay the same.
 
     - `full`: every block keeps only its input.
+    - `offload`: as `full`, with the inputs in host memory, see `archon.parallel.activation_offload`.
     - `selective` with `"op"`: every block keeps the results of matmuls and of `attention_ops`.
     - `selective` with an integer n: every n-th block keeps only its input (Korthikanti et al. 2022, section 5); with
       `"first n"`, each of the first n blocks.
@@ -44,10 +46,16 @@ def apply_activation_checkpointing(
     if config.mode == "auto":
         raise ConfigError("activation_checkpoint.mode is auto, which only the engine resolves; choose another mode")
     saved = SAVED_MATMULS | attention_ops if config.saves_ops else None
+    input_offload = InputOffload()
     for position, block in enumerate(layers, start=1):
-        if config.recomputes(position):
-            block_class: Any = type(block)
-            replace_class(block, _checkpointed_class(block_class, saved))
+        if not config.recomputes(position):
+            continue
+        block_class: Any = type(block)
+        block_class = _checkpointed_class(block_class, saved)
+        if config.mode == "offload":
+            block_class = offloading_class(block_class)
+            vars(block).update(input_offload=input_offload, is_first_offloaded=position == 1)
+        replace_class(block, block_class)
 
 
 @cache

@@ -38,7 +38,10 @@ def command(
     ] = None,
     micro_batch: Annotated[str, typer.Option(metavar="N,…", help="maximum tokens per micro-batch (16384)")] = "",
     recompute: Annotated[
-        str, typer.Option(metavar="POLICY,…", help="none | full | selective | 'selective N' | 'memory_budget X' (none)")
+        str,
+        typer.Option(
+            metavar="POLICY,…", help="none | full | offload | selective | 'selective N' | 'memory_budget X' (none)"
+        ),
     ] = "",
     compile: Annotated[str, typer.Option(metavar="BOOL,…", help="torch.compile each block: false | true (false)")] = "",
     dtype: Annotated[str, typer.Option(metavar="DTYPE,…", help="float32 | bfloat16 | float64 (float32)")] = "",

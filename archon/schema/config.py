@@ -210,10 +210,10 @@ class SchedulerConfig(StrictModel):
 class ActivationCheckpointConfig(StrictModel):
     """Activations to keep, and activations to recompute in the backward pass."""
 
-    mode: Literal["none", "full", "selective", "memory_budget", "auto"] = Field(
+    mode: Literal["none", "full", "offload", "selective", "memory_budget", "auto"] = Field(
         "none",
-        description="recompute policy. auto: recompute as many of the first blocks as memory requires; the log and "
-        "--dry-run print them",
+        description="recompute policy. offload: full, with block inputs in host memory; auto: recompute as many of the "
+        "first blocks as memory requires; the log and --dry-run print them",
     )
     selective: Literal["op"] | int | Annotated[str, Field(pattern=r"^first [1-9][0-9]{0,4}$")] = Field(
         "op",
@@ -250,14 +250,14 @@ class ActivationCheckpointConfig(StrictModel):
     def recomputes(self, position: int) -> bool:
         """Return whether a stage's block recomputes; `position` counts from 1."""
         if self.mode != "selective" or self.selective == "op":
-            return self.mode in ("full", "selective")
+            return self.mode in ("full", "offload", "selective")
         if isinstance(self.selective, int):
             return position % self.selective == 0
         return position <= int(self.selective.removeprefix("first "))
 
     @property
     def name(self) -> str:
-        """The policy as text: `none`, `full`, `selective op`, `selective 2`, `memory_budget 0.5`, `auto`."""
+        """The policy as text: `none`, `full`, `offload`, `selective op`, `selective 2`, `memory_budget 0.5`, `auto`."""
         detail = {"selective": f" {self.selective}", "memory_budget": f" {self.kept_share}"}
         return self.mode + detail.get(self.mode, "")
 

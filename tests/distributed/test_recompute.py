@@ -15,6 +15,7 @@ from tests.distributed.verdict import examine
 pytestmark = pytest.mark.xdist_group("ranks")
 
 FIRST = {"mode": "selective", "selective": "first 1"}
+OFFLOAD = {"mode": "offload"}
 AUTO = {"mode": "auto", "memory_budget": 0.0}  # recomputes every block
 
 
@@ -28,6 +29,10 @@ AUTO = {"mode": "auto", "memory_budget": 0.0}  # recomputes every block
         ("c2", "dense", FIRST),
         ("p2", "tied", FIRST),
         ("d2e2", "moe", FIRST),
+        ("d2", "dense", OFFLOAD),
+        ("t2", "dense", OFFLOAD),
+        ("p2", "tied", OFFLOAD),
+        ("d2e2", "moe", OFFLOAD),
     ],
 )
 def test_the_gradients_are_those_of_one_process(

@@ -123,8 +123,9 @@ def test_what_auto_cannot_decide_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot predict the activations of a trained vision encoder"):
         memory_model(config(vision="trained"), *([None] * 2), {}, torch.device("cpu"))  # type: ignore[arg-type]
     zbv: dict[str, Any] = {"layout": "p2", "pipeline": {"schedule": "zbv"}, "hf": {"num_hidden_layers": 4}}
-    with pytest.raises(ConfigError, match="splits the backward pass, which recomputed and compiled blocks do not"):
-        make_engine(tmp_path, **zbv, activation_checkpoint={"mode": "auto"})
+    for mode in ("auto", "offload"):
+        with pytest.raises(ConfigError, match="splits the backward pass, which recomputed and compiled blocks do not"):
+            make_engine(tmp_path, **zbv, activation_checkpoint={"mode": mode})
 
 
 @pytest.mark.parametrize("selective", ["first 0", "first", "second 2", 0])

@@ -13,6 +13,7 @@ from torch import Tensor
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models import get_model_spec
+from archon.parallel.activation_offload import MAX_DEVICE_INPUTS
 from archon.schema.config import EngineConfig
 from archon.tools.check.oracle import EXPERT_FIELDS
 from tests.cuda_traced.test_engine import EVEN, LORA, MODELS
@@ -102,6 +103,23 @@ def test_compiled_blocks(tmp_path: Path, hf: dict[str, Any]) -> None:
         sides[0].train_batch(sft_batch(lengths), CrossEntropyLoss(), loss_token_count)
         compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert compiled[1:] == [compiled[1]] * 3
+
+
+@pytest.mark.parametrize("compile_blocks", [False, True])
+def test_offloaded_activations(tmp_path: Path, compile_blocks: bool) -> None:
+    """The gradients of `full`, bitwise, and less memory by the inputs of all blocks but three."""
+    hf = next(iter(MODELS.values())) | {"num_hidden_layers": 24}
+    sizes, rows = {"max_tokens_per_mb": 8192, "dtype": "bfloat16", "attn_type": "varlen"}, sft_batch((4096, 4096))
+    found = {}
+    for mode in ("full", "offload"):
+        own = engine(tmp_path, hf, "cuda", compile=compile_blocks, activation_checkpoint={"mode": mode}, **sizes)
+        gradients(own, rows)  # compiles
+        torch.cuda.reset_peak_memory_stats()
+        found[mode] = gradients(own, rows)[0], torch.cuda.max_memory_allocated()
+    (expected, more), (actual, less) = found["full"], found["offload"]
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    inputs = 8192 * hf["hidden_size"] * 2
+    assert more - less > 0.8 * (24 - MAX_DEVICE_INPUTS) * inputs
 
 
 @pytest.mark.parametrize("compile_blocks", [False, True])

@@ -20,6 +20,7 @@ from archon.engine.memory.activations import (
 from archon.engine.memory.weight_shards import ModelWeights, count_parameters
 from archon.models.args.base import BaseModelArgs
 from archon.models.layers.spec import LayerSpec
+from archon.parallel.activation_offload import MAX_DEVICE_INPUTS
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan, plan_stages
 from archon.schema.config import EngineConfig
@@ -177,6 +178,12 @@ class MemoryModel:
         estimates = (self.estimate_rank(config, layout, rank, tokens, micro_batches) for rank in ranks)
         return max(estimates, key=lambda memory: memory.total)
 
+    def host_bytes(self, config: EngineConfig, layout: ParallelLayout, tokens: int, micro_batches: int) -> int:
+        """Return the pinned host memory of the rank that offloads most activations; 0 without offload."""
+        plan = self.plan(config, layout)
+        ranks = candidate_ranks(layout, plan)
+        return max(_Step(self, config, layout, plan, rank, tokens, micro_batches).host for rank in ranks)
+
 
 def candidate_ranks(layout: ParallelLayout, plan: StagePlan | None) -> list[int]:
     """Return the candidates for the largest rank: in the first and last stages, and in the stage with most layers.
@@ -189,6 +196,10 @@ def candidate_ranks(layout: ParallelLayout, plan: StagePlan | None) -> list[int]
     layers = [sum(sizes[stage] for stage in plan.rank_stages(rank)) for rank in range(plan.pp)]
     stage = layout.world_size // layout.pp
     return [rank * stage for rank in sorted({0, plan.pp - 1, layers.index(max(layers))})]
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 class _Step:
@@ -249,7 +260,8 @@ class _Step:
         total = 0
         for (layer, mode), count in counts.items():
             block = self._block(layer)
-            total += count * {"none": block.saved, "full": block.input, "op": block.kept_by_op}[mode]
+            kept = {"none": block.saved, "full": block.input, "op": block.kept_by_op, "offload": 0}
+            total += count * kept[mode]
         # Cosines and sines [T, D / 2], and integers of each token: ids, positions, labels, indices.
         total += self.shard.tokens * (self.model.rotated_features * self.shard.bytes + 64)
         return total + (self.hidden_states if stage < self.n_stages - 1 else 0)
@@ -258,10 +270,12 @@ class _Step:
         return range(self.model.args.n_layers) if self.plan is None else range(*self.plan.layers[stage])
 
     def _mode(self, position: int) -> str:
-        """Return the recompute mode (`none`, `full` or `op`) of a stage's block; `position` counts from 1."""
+        """Return the mode (`none`, `full`, `op` or `offload`) of a stage's block; `position` counts from 1."""
         ac = self.config.activation_checkpoint
         if not ac.recomputes(position):
             return "none"
+        if ac.mode == "offload" and self.model.gpu_memory is not None:
+            return "offload"  # a CPU has the inputs in the same memory
         return "op" if ac.saves_ops else "full"
 
     def _block(self, layer: tuple[LayerSpec, LoRAMatrices]) -> BlockActivations:
@@ -273,7 +287,8 @@ class _Step:
         for layer in set(self.model.layers):
             block = self._block(layer)
             for mode in {self._mode(position) for position in range(1, self.model.args.n_layers + 1)}:
-                recomputed = {"none": 0, "full": block.saved - block.input, "op": block.recomputed_by_op}[mode]
+                forward = block.saved - block.input
+                recomputed = {"none": 0, "full": forward, "op": block.recomputed_by_op, "offload": forward}[mode]
                 peak = max(peak, recomputed + block.working)
         return peak
 
@@ -289,7 +304,19 @@ class _Step:
     def activations(self) -> int:
         largest = max(self.saved(stage) for stage in self.stages)
         mean = sum(self.saved(stage) for stage in self.stages) // len(self.stages)
-        return (self.in_flight - 1) * mean + largest + (self.buffers if self.plan else 0)
+        on_device = MAX_DEVICE_INPUTS * self.hidden_states if self._mode(1) == "offload" else 0
+        return (self.in_flight - 1) * mean + largest + on_device + (self.buffers if self.plan else 0)
+
+    @property
+    def host(self) -> int:
+        """Bytes of offloaded block inputs in pinned host memory, which PyTorch allocates in powers of two."""
+        if self._mode(1) != "offload":
+            return 0
+        inputs = [
+            sum(_power_of_two(self._block(self.model.layers[layer]).input) for layer in self._layers(stage))
+            for stage in self.stages
+        ]
+        return (self.in_flight - 1) * (sum(inputs) // len(inputs)) + max(inputs)
 
     # Points of the step at which memory can peak
 

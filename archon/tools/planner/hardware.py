@@ -43,6 +43,9 @@ class Hardware(StrictModel):
     node_latency_s: float = Field(ge=0, description="latency of a collective within a node, seconds")
     network_bandwidth: float = Field(gt=0, description="bandwidth of the network between nodes, bytes/s")
     network_latency_s: float = Field(ge=0, description="latency of a collective across nodes, seconds")
+    host_bandwidth: float = Field(
+        0, ge=0, description="bandwidth of the link to host memory, bytes/s; 0: unknown, or a CPU"
+    )
     reserve_bytes: int = Field(ge=0, description="memory reserved by libraries, bytes")
     fragmentation: float = Field(ge=0, lt=1, description="fraction of a step's allocations lost to fragmentation")
     gemm_efficiency: float = Field(gt=0, le=1, description="fraction of the peak that large matmuls reach")

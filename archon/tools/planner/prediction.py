@@ -47,6 +47,7 @@ class Prediction:
         choice: result of `activation_checkpoint.mode = auto`; None for other modes.
         memory: memory of the largest rank.
         used: bytes of the largest rank, with fragmentation and libraries.
+        host: pinned host memory of a rank for offloaded activations, in bytes.
         seconds: time of a step.
         tokens_per_second: tokens per second of one GPU.
     """
@@ -56,6 +57,7 @@ class Prediction:
     choice: RecomputeChoice | None
     memory: MemoryEstimate
     used: int
+    host: int
     seconds: StepTime
     tokens_per_second: float
 
@@ -84,8 +86,13 @@ class Prediction:
         return [
             *([] if self.choice is None else [f"activation_checkpoint {self.choice}"]),
             f"{hw.name}, predicted: {self.used / GIB:.1f} of {hw.memory_bytes / GIB:.1f} GiB ({shown})",
+            *([f"{hw.name}, predicted: {self._offload()}"] if self.host else []),
             f"{hw.name}, predicted: {step}, {self.tokens_per_second:,.0f} tok/s of one GPU",
         ]
+
+    def _offload(self) -> str:
+        waits = f"waits {self.seconds.offload:.2f} s for the copies" if self.seconds.offload else "hides the copies"
+        return f"{self.host / GIB:.1f} GiB of pinned host memory per rank for the inputs of blocks; a step {waits}"
 
 
 def predict(config: EngineConfig, hf_config: Mapping[str, Any], hardware: Hardware, batch: Batch) -> Prediction:
@@ -105,15 +112,19 @@ def predict(config: EngineConfig, hf_config: Mapping[str, Any], hardware: Hardwa
         choice = choose_recompute(planner.memory_model, config, free if budget is None else int(budget * GIB))
         config = config.model_copy(update={"activation_checkpoint": choice.policy})
     memory = planner.memory_model.estimate_largest_rank(config, layout, config.max_tokens_per_mb, micro_batches)
+    host = planner.memory_model.host_bytes(config, layout, config.max_tokens_per_mb, micro_batches)
     used = memory.total + hardware.reserve_bytes + int(hardware.fragmentation * memory.step)
     seconds = planner.seconds(config, batch.seq, batch.documents)
     rate = batch.documents * batch.seq / layout.world_size / seconds.total
-    prediction = Prediction(hardware, batch, choice, memory, used, seconds, rate)
+    prediction = Prediction(hardware, batch, choice, memory, used, host, seconds, rate)
     if prediction.headroom < 0:
+        offload = ""
         recompute = "" if choice else "set activation_checkpoint.mode = auto, "
+        if config.activation_checkpoint.mode != "offload":
+            offload = "set it to offload, " if recompute else "set activation_checkpoint.mode = offload, "
         raise ConfigError(
             f"{hardware.name} has {hardware.memory_bytes / GIB:.1f} GiB, and a rank needs {used / GIB:.1f}; lower "
-            f"max_tokens_per_mb, {recompute}or use more GPUs in the layout"
+            f"max_tokens_per_mb, {recompute}{offload}or use more GPUs in the layout"
         )
     return prediction
 

@@ -45,8 +45,9 @@ MAX_CONTEXT, MAX_PACK = 16, 131072
 # Legal choices that are seldom the fastest.
 UNSEARCHED_NOTE = (
     f"t beyond a node, c beyond {MAX_CONTEXT}, replicas of less than a node, zero-bubble schedules, manual stages or "
-    "more than 2 a rank, selective beyond every second layer, memory_budget, cpu_offload, reshard_after_forward, a "
-    f"context_parallel other than auto, micro-batches of other than 2ⁿ documents or beyond {MAX_PACK:,} tokens"
+    "more than 2 a rank, selective beyond every second layer, memory_budget, offload, cpu_offload, "
+    "reshard_after_forward, a context_parallel other than auto, micro-batches of other than 2ⁿ documents or beyond "
+    f"{MAX_PACK:,} tokens"
 )
 
 

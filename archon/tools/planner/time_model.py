@@ -32,6 +32,7 @@ from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
 from archon.parallel.resolve import context_parallel_kind
 from archon.schema.config import ActivationCheckpointConfig, EngineConfig
+from archon.schema.errors import ConfigError
 from archon.tools.planner.hardware import Hardware
 
 # Efficiency of attention relative to matmuls where the hardware file has no rates (Dao 2023, arXiv:2307.08691, table of
@@ -72,6 +73,8 @@ class StepTime:
     fsdp: float = 0.0
     """Casts, and the traffic that does not overlap with computation. `stages`: hidden states sent between stages."""
     stages: float = 0.0
+    offload: float = 0.0
+    """Copies of block inputs to and from host memory that computation does not hide."""
     host: float = 0.0
     """Host time that the device does not hide, and idle time between kernels."""
     bubble: float = 0.0
@@ -256,6 +259,8 @@ class TimeModel:
         # Fraction of the blocks that run their forward and its collectives twice.
         recomputed = _recomputed_fraction(config.activation_checkpoint, count)
         recompute = self._recompute(config, recomputed, products, attention, elementwise)
+        blocks = products + attention + elementwise
+        offload = self._offload(config, count * shard.rows * args.dim * b, recompute, blocks)
         if last:
             vocab = 1 if args.is_critic else args.vocab_size
             products += work * T * args.dim * vocab / tp / peak
@@ -271,6 +276,7 @@ class TimeModel:
             Link(hw, tp, 1).seconds(8 * count * hidden, 8 * count) * repeated,
             self._context_parallel(config, layout, shard, layers) * repeated,
             self._expert_parallel(layout, shard, layers) * repeated,
+            offload=offload,
             host=count * hw.layer_overhead_s * (1 + recomputed / 3)
             + last * hw.micro_batch_overhead_s
             + launches * hw.launch_s,
@@ -309,6 +315,26 @@ class TimeModel:
             return elementwise / 4
         attention *= ATTENTION_FORWARD_FLOPS / ATTENTION_FLOPS
         return recomputed * (products / (2 if self.frozen else 3) + attention + elementwise / 4)
+
+    def _offload(self, config: EngineConfig, inputs: int, forward: float, blocks: float) -> float:
+        """Return the seconds of copying `inputs` bytes out and back that the blocks do not hide.
+
+        Copies to the host run during the forward pass of `forward` seconds, copies back during the backward pass, which
+        repeats the forward. `blocks` are the seconds of both passes without the repetition. A CPU copies within
+        its memory.
+        """
+        hw = self.hardware
+        if config.activation_checkpoint.mode != "offload":
+            return 0.0
+        if hw.processors:
+            return 4 * inputs / self._memory
+        if not hw.host_bandwidth:
+            raise ConfigError(
+                f"activation_checkpoint.mode = offload needs the bandwidth between GPU and host, and host_bandwidth of "
+                f"{hw.name} is 0; set it, or choose full"
+            )
+        copy = inputs / (hw.host_bandwidth * hw.link_efficiency)
+        return max(0.0, copy - forward) + max(0.0, copy - blocks)
 
     def _context_parallel(
         self, config: EngineConfig, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers

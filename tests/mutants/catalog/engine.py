@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 
 MUON = {"kind": "muon", "lr": 0.01, "max_grad_norm": 0.5, "weight_decay": 0.1}
 """Optimizer of the matrix's cases."""
+OFFLOAD = "tests/engine/test_activation_offload.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -291,5 +292,40 @@ MUTANTS: tuple[Mutant, ...] = (
         "numbers = 2 * trained.local - (trained.matrices if with_muon else 0)",
         "numbers = 2 * trained.local",
         ("tests/tools/planner/test_memory.py",),
+    ),
+    Mutant(
+        "autograd's hooks keep the offloaded inputs on the device",
+        "parallel/activation_offload.py",
+        "        hooks.hidden = None  # autograd keeps the hooks\n",
+        "",
+        (f"{OFFLOAD}::test_gradients_are_those_of_full_and_no_input_stays_on_the_device[dense]",),
+    ),
+    Mutant(
+        "an offloaded input is not copied back ahead of its block",
+        "parallel/activation_offload.py",
+        "            below.fetch()\n",
+        "            pass\n",
+        (f"{OFFLOAD}::test_an_input_is_copied_back_while_the_block_above_runs",),
+    ),
+    Mutant(
+        "a block whose input is not saved is silently not offloaded",
+        "parallel/activation_offload.py",
+        "        elif hooks.kept:\n",
+        "        elif False:\n",
+        (f"{OFFLOAD}::test_a_block_that_does_not_save_its_input_is_refused",),
+    ),
+    Mutant(
+        "host memory of offloaded inputs is not rounded to powers of two",
+        "archon/engine/memory/memory_model.py",
+        "    return 1 << (size - 1).bit_length()\n",
+        "    return size\n",
+        ("tests/tools/planner/test_time.py::test_offload_moves_block_inputs_to_host_memory",),
+    ),
+    Mutant(
+        "copies of offloaded inputs are always hidden",
+        "archon/tools/planner/time_model.py",
+        "return max(0.0, copy - forward) + max(0.0, copy - blocks)",
+        "return max(0.0, copy - forward - blocks)",
+        ("tests/tools/planner/test_time.py::test_copies_longer_than_the_computation_are_waited_for",),
     ),
 )

@@ -78,6 +78,7 @@ MODELS["delta"] = DENSE | {
     "linear_key_head_dim": 32,
 }
 FULL = {"activation_checkpoint": {"mode": "full"}}
+OFFLOAD = {"activation_checkpoint": {"mode": "offload"}}
 OPS = {"activation_checkpoint": {"mode": "selective", "selective": "op"}}
 SECOND = {"activation_checkpoint": {"mode": "selective", "selective": 2}}
 LORA = {"lora": {"rank": 16}}

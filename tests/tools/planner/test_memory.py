@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.planner.allocation_trace import trace_allocations
-from tests.tools.planner.models import FULL, INTERLEAVED, LORA, MUON, OPS, SECOND, Case
+from tests.tools.planner.models import FULL, INTERLEAVED, LORA, MUON, OFFLOAD, OPS, SECOND, Case
 
 QUICK = [
     Case("dense", "d1", {"dtype": "float32"}),
@@ -17,6 +17,7 @@ QUICK = [
     Case("moe", "d2t2e4", FULL | MUON),
     Case("dense", "p2t2", FULL, micro_batches=4),
     Case("dense", "d4", LORA),
+    Case("dense", "d4", OFFLOAD),
 ]
 SLOW = [
     Case("dense", "d1"),

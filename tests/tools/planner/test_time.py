@@ -11,14 +11,16 @@ import pytest
 
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.engine.memory.memory_model import rank_parameters
+from archon.engine.memory.recompute import GIB
 from archon.models import get_model_spec
 from archon.models.lora.targets import resolve_lora_sizes
+from archon.parallel.activation_offload import MAX_DEVICE_INPUTS
 from archon.parallel.layout import parse_layout
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
 from archon.tools.planner.calibrate import CPU_KERNELS, fit_latency
 from archon.tools.planner.hardware import Hardware, read_hardware
-from archon.tools.planner.prediction import Batch, predict
+from archon.tools.planner.prediction import Batch, Prediction, predict
 from archon.tools.planner.search import Planner
 from archon.tools.planner.time_model import BLOCK_LAUNCHES, FORWARD_LAUNCHES, Link, StepTime
 from tests.tools.planner.models import DENSE, MODELS, MOE
@@ -140,6 +142,58 @@ def test_peak_memory_measured_on_an_h100_is_predicted(
     hf_config = read_hf_config(Path(__file__).parents[2] / "data" / "hf_configs" / model)
     prediction = predict(config, hf_config, H100, Batch(tokens // 4096, 4096))
     assert prediction.memory.total == pytest.approx(measured, rel=0.1)
+
+
+OFFLOAD: dict[str, Any] = {"mode": "offload"}
+
+
+def offload_prediction(mode: str, hardware: Hardware = H100, layout: str = "d1", tokens: int = 131072) -> Prediction:
+    """Two micro-batches per rank for LoRA of Qwen3-8B on documents of 32,768 tokens."""
+    lora: dict[str, Any] = {"lora": {"rank": 16}, "activation_checkpoint": {"mode": mode}}
+    config = EngineConfig(path="model", dtype="bfloat16", layout=layout, max_tokens_per_mb=tokens, **lora)
+    hf_config = read_hf_config(Path(__file__).parents[2] / "data" / "hf_configs" / "Qwen3-8B")
+    return predict(config, hf_config, hardware, Batch(2 * tokens * parse_layout(layout).dp // 32768, 32768))
+
+
+def test_offload_moves_block_inputs_to_host_memory() -> None:
+    """36 inputs of 131,072 × 4,096 in bfloat16, 1 GiB each, of which three stay on the GPU."""
+    full, offload = (
+        offload_prediction(mode, H100.model_copy(update={"memory_bytes": 1 << 40})) for mode in ("full", "offload")
+    )
+    assert full.memory.activations - offload.memory.activations == (36 - MAX_DEVICE_INPUTS) * GIB
+    assert (full.host, offload.host) == (0, 36 * GIB)
+    assert (
+        "36.0 GiB of pinned host memory per rank for the inputs of blocks; a step hides the copies"
+        in offload.lines()[1]
+    )
+    assert len(full.lines()) == len(offload.lines()) - 1
+    assert offload.seconds == full.seconds  # 1 GiB at 45 GB/s takes 24 ms, the forward of a block longer
+    odd = offload_prediction("offload", tokens=65536 + 32768, layout="d2")  # pinned memory comes in powers of two
+    assert odd.host == 36 * GIB
+
+
+def test_copies_longer_than_the_computation_are_waited_for() -> None:
+    slow = H100.model_copy(update={"host_bandwidth": 1e9, "link_efficiency": 1.0, "memory_bytes": 1 << 40})
+    full, offload = (offload_prediction(mode, slow) for mode in ("full", "offload"))
+    copies, s = 2 * 36 * GIB / 1e9, full.seconds
+    head = 4 * 2 * 131072 * 4096 * 151936 / (slow.bf16_flops * slow.gemm_efficiency)
+    passes = s.products + s.attention + s.elementwise + s.recompute
+    assert 2 * copies - passes < offload.seconds.offload < 2 * copies - passes + 2 * head
+    assert offload.seconds.total == pytest.approx(s.total + offload.seconds.offload)
+    assert f"a step waits {offload.seconds.offload:.2f} s for the copies" in offload.lines()[1]
+    with pytest.raises(ConfigError, match=r"host_bandwidth of h100-80gb is 0; set it, or choose full"):
+        offload_prediction("offload", slow.model_copy(update={"host_bandwidth": 0.0}))
+    assert step("d1", CPU, policy=OFFLOAD).offload > step("d1", CPU, policy={"mode": "full"}).offload == 0
+
+
+def test_a_model_that_does_not_fit_is_told_of_offload() -> None:
+    small = H100.model_copy(update={"memory_bytes": 30 * GIB})
+    with pytest.raises(
+        ConfigError, match=r"set activation_checkpoint\.mode = auto, set it to offload, or use more GPUs"
+    ):
+        offload_prediction("full", small)
+    with pytest.raises(ConfigError, match=r"mode = auto, or use more GPUs"):
+        offload_prediction("offload", small)
 
 
 def test_attention_slows_down_where_a_query_attends_to_few_keys() -> None:
