@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from archon.generation.expert_record import Recorder
+from archon.generation.lora import LoRASlots
 from archon.generation.sampler import (
     MAX_SAMPLED_ELEMENTS,
     DeviceSamplingParams,
@@ -29,6 +30,7 @@ from archon.models.attention.decode.static import StaticPagedAttention
 from archon.models.attention.packed.documents import PackedDocuments, cu_seqlens_from_lengths
 from archon.models.base import BaseArchonModel, ModelInputs
 from archon.models.layers.moe import GroupedExperts
+from archon.models.lora.mapping import LoRAMapping
 from archon.parallel.transfer import to_device_async
 
 # Maximum number of stop tokens that a sequence can ban until it has `min_new_tokens`.
@@ -43,6 +45,21 @@ _GROUPED_MM_CAPABILITIES = (9, 10)
 Sampling = Literal["greedy", "sampled", "filtered"]
 """Most expensive sampling among a step's rows: argmax, from the full vocabulary, or with top-k or top-p."""
 
+
+class StepKind(NamedTuple):
+    """Kind of a step; each has its own graph.
+
+    Attributes:
+        n_rows: number of rows.
+        sampling: most expensive sampling among them.
+        has_lora: whether a row has a LoRA. Steps without one do not compute the products of LoRAs.
+    """
+
+    n_rows: int
+    sampling: Sampling
+    has_lora: bool
+
+
 _ROW = np.dtype(
     [
         ("source", np.int64),  # row of the previous step that sampled the input token; −1: use `token`
@@ -50,6 +67,7 @@ _ROW = np.dtype(
         ("length", np.int64),  # tokens of the sequence, including the input token
         ("offset", np.int64),  # M-RoPE position minus token index
         ("state", np.int64),  # slot of its recurrent state
+        ("lora", np.int64),  # slot of its LoRA; the number of slots for none
         ("greedy", np.int64),
         ("top_k", np.int64),
         ("bans", np.int64),  # whether `banned` must not be sampled
@@ -86,13 +104,16 @@ class UnreadTokens:
     def read(self) -> tuple[list[int], list[float]]:
         """Wait for the step, and return token and logprob of each sequence. Afterwards `experts` is valid too.
 
+        The logprob of a sequence whose LoRA produces non-finite values is not finite.
+
         Raises:
-            NotFiniteError: logits are not finite.
+            NotFiniteError: the model itself produces non-finite values.
         """
         if self.copied is not None:
             self.copied.synchronize()
         tokens, logprobs = self.results[:, : len(self.sequences)]
-        require_finite(logprobs)
+        has_lora = torch.tensor([sequence.lora is not None for sequence in self.sequences])
+        require_finite(logprobs.masked_fill(has_lora, 0))
         return tokens.long().tolist(), logprobs.tolist()
 
 
@@ -104,10 +125,14 @@ class DecodeStep:
         cache: pool with a scratch page and state, which padding rows write to.
         max_slots: maximum number of sequences.
         max_seq_len: maximum tokens of a sequence.
+        lora_slots: slots of the LoRAs that sequences may have.
     """
 
-    def __init__(self, model: BaseArchonModel, cache: PagedCache, max_slots: int, max_seq_len: int) -> None:
+    def __init__(
+        self, model: BaseArchonModel, cache: PagedCache, max_slots: int, max_seq_len: int, lora_slots: LoRASlots
+    ) -> None:
         self.model, self.cache, self.device = model, cache, cache.device
+        self._lora_slots, self._lora_moves = lora_slots, lora_slots.moves
         n_rows, width = round_up_rows(max_slots), -(-max_seq_len // cache.page_size)
         self.captures = self.device.type == "cuda" and not _reads_group_sizes(model)
         self._rows = torch.zeros(n_rows, _ROW.itemsize // 8, dtype=torch.int64, device=self.device)
@@ -117,7 +142,7 @@ class DecodeStep:
         self._recorder: Recorder | None = None
         self._experts: dict[int, Tensor] = {}  # [rows, L, k] of the last step of this number of rows
         self._documents: dict[int, PackedDocuments] = {}
-        self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self._addresses = self._find_addresses()
         self._pool: Any = None  # memory of all graphs
 
@@ -132,12 +157,12 @@ class DecodeStep:
         """Return whether the step supports this sequence; if not, `Generator` decodes it next to prompt chunks."""
         bans = len(sequence.output) < sequence.min_new_tokens and len(sequence.stop_ids) > _MAX_BANNED
         reads_logits = sequence.changes is not None or sequence.n_top_logprobs
-        return not bans and not reads_logits and sequence.lora is None
+        return not bans and not reads_logits
 
     def record_experts(self, recorder: Recorder) -> None:
         """Copy the routed experts of all further steps to the host."""
         self._recorder = recorder
-        self._drop_graphs()
+        self._keep_graphs({})
 
     def launch(self, sequences: list[Sequence], page_table: np.ndarray, previous: UnreadTokens | None) -> UnreadTokens:
         """Start the step of `sequences`, without waiting for it.
@@ -156,14 +181,18 @@ class DecodeStep:
         pages[: len(sequences)] = page_table[[sequence.slot for sequence in sequences], :width]
         greedy, filtered = rows["greedy"].all(), ((rows["top_k"] > 0) | (rows["top_p"] < 1)).any()
         sampling: Sampling = "greedy" if greedy else "filtered" if filtered else "sampled"
+        kind = StepKind(n_rows, sampling, any(sequence.lora is not None for sequence in sequences))
         # 2. Send them and run the step.
-        if self.captures and (n_rows, sampling) not in self._graphs:
-            self._capture(n_rows, sampling)
+        if kind.has_lora and self._lora_moves != self._lora_slots.moves:
+            self._keep_graphs({kind: graph for kind, graph in self._graphs.items() if not kind.has_lora})
+            self._lora_moves = self._lora_slots.moves
+        if self.captures and kind not in self._graphs:
+            self._capture(kind)
         self._send(rows, pages)
         if self.captures:
-            self._graphs[n_rows, sampling].replay()
+            self._graphs[kind].replay()
         else:
-            self._run(n_rows, sampling)
+            self._run(kind)
         # 3. Start the copy of its results to the host.
         results = self._results[:, :n_rows].to("cpu", non_blocking=True, copy=True)
         experts = None
@@ -181,12 +210,13 @@ class DecodeStep:
     def drop_stale_graphs(self) -> None:
         """Drop captured graphs if the weights have moved. Weights that were updated in place keep them."""
         if (addresses := self._find_addresses()) != self._addresses:
-            self._drop_graphs()
+            self._keep_graphs({})
             self._addresses = addresses
 
-    def _drop_graphs(self) -> None:
-        self._graphs.clear()
-        self._pool = None  # a pool without graphs cannot be captured into again
+    def _keep_graphs(self, graphs: dict[StepKind, torch.cuda.CUDAGraph]) -> None:
+        self._graphs = graphs
+        if not graphs:
+            self._pool = None  # a pool without graphs cannot be captured into again
 
     def _describe(self, sequences: SequenceOf[Sequence], source: dict[Sequence, int]) -> np.ndarray:
         """Return the `_ROW` of each sequence; `source` are the rows of the previous step with unread tokens."""
@@ -196,6 +226,7 @@ class DecodeStep:
         rows["length"] = [s.total + s.unread for s in sequences]
         rows["offset"] = [0 if s.images is None else s.images.offset for s in sequences]
         rows["state"] = [s.state for s in sequences]
+        rows["lora"] = [self._lora_slots.count if s.lora is None else s.lora.slot for s in sequences]
         temperature, greedy, top_p, top_k, seed = zip(*(s.sampling for s in sequences), strict=True)
         rows["temperature"], rows["greedy"], rows["top_p"], rows["top_k"] = temperature, greedy, top_p, top_k
         index = np.array([len(s.output) + s.unread for s in sequences], dtype=np.uint64)
@@ -210,6 +241,7 @@ class DecodeStep:
         """Return rows of a sequence of one token, in the scratch page and state."""
         rows = np.zeros(count, dtype=_ROW)
         rows["source"], rows["length"], rows["state"] = -1, 1, self.cache.states.n_slots
+        rows["lora"] = self._lora_slots.count
         rows["greedy"], rows["temperature"], rows["top_p"] = 1, 1, 1
         return rows
 
@@ -218,25 +250,26 @@ class DecodeStep:
         self._rows[: len(rows)].copy_(to_device_async(words, self.device))
         self._pages[: len(pages), : pages.shape[1]].copy_(to_device_async(torch.from_numpy(pages), self.device))
 
-    def _capture(self, n_rows: int, sampling: Sampling) -> None:
-        """Capture the step of `n_rows` rows, after warm-up runs of padding, which change no sequence."""
+    def _capture(self, kind: StepKind) -> None:
+        """Capture a step, after warm-up runs of padding, which change no sequence."""
         tokens = self._tokens.clone()
-        self._send(self._padding(n_rows), np.full((n_rows, 1), self.cache.n_pages))
+        self._send(self._padding(kind.n_rows), np.full((kind.n_rows, 1), self.cache.n_pages))
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(_WARMUP_RUNS):
-                self._run(n_rows, sampling)
+                self._run(kind)
         current.wait_stream(side)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._run(n_rows, sampling)
-        self._graphs[n_rows, sampling] = graph
+            self._run(kind)
+        self._graphs[kind] = graph
         self._tokens.copy_(tokens)
 
-    def _run(self, n_rows: int, sampling: Sampling) -> None:
-        """Compute the step of the first `n_rows` rows; it reads and writes buffers only."""
+    def _run(self, kind: StepKind) -> None:
+        """Compute the step of the first rows; it reads and writes buffers only."""
+        n_rows = kind.n_rows
         row = {name: self._rows[:n_rows, column] for column, name in enumerate(_ROW.names or ())}
         # 1. Take the input tokens from the host or from the previous step.
         sampled = self._tokens.index_select(0, row["source"].clamp(min=0))
@@ -245,6 +278,8 @@ class DecodeStep:
         attention = StaticPagedAttention(
             self.cache, self._pages[:n_rows], row["length"], row["state"], self._one_token_documents(n_rows)
         )
+        if kind.has_lora:
+            attention.lora_mapping = LoRAMapping.on_device(self._lora_slots.names, row["lora"])
         positions = row["length"] - 1 + row["offset"]
         hidden = self.model.hidden_states(ModelInputs(tokens, positions, attention))
         if self._recorder is not None:
@@ -262,11 +297,18 @@ class DecodeStep:
             bans=row["bans"].bool(),
             banned=self._rows[:n_rows, -_MAX_BANNED:],
         )
+        wrong = None
+        if kind.has_lora:
+            wrong = ~hidden.isfinite().all(1)
+            if (overflowed := attention.overflowed) is not None:
+                wrong |= overflowed
         logits = head(hidden)
         block = max(1, MAX_SAMPLED_ELEMENTS // logits.shape[1])
         for place in range(0, n_rows, block):
             part = slice(place, min(place + block, n_rows))
-            new, logprobs = sample_on_device(logits[part], params.rows(part), sampling)
+            new, logprobs = sample_on_device(logits[part], params.rows(part), kind.sampling)
+            if wrong is not None:
+                logprobs = logprobs.masked_fill(wrong[part], torch.nan)
             # 4. Keep the tokens for the next step, and tokens and logprobs for the host.
             self._tokens[part].copy_(new)
             self._results[0, part].copy_(new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -65,7 +66,7 @@ def _round_up(rows: int) -> int:
 
 def _lora_key(sequence: Sequence) -> int:
     """Return a sort key that groups sequences by LoRA, with those without a LoRA last."""
-    return sys.maxsize if sequence.lora is None else sequence.lora.key
+    return sys.maxsize if sequence.lora is None else sequence.lora.slot
 
 
 def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence], list[int]]:
@@ -91,7 +92,7 @@ def _nonfinite_sequences(
     Args:
         spans: the sequences of consecutive rows, and their numbers of rows.
         hidden: [rows, dim], padded at the end.
-        overflowed: see `PagedAttention`.
+        overflowed: see `CachingAttention`.
 
     Raises:
         NotFiniteError: the model itself produces them.
@@ -219,7 +220,7 @@ class Generator:
     def _new_decode_step(self) -> DecodeStep | None:
         if not self._static_decode:
             return None
-        step = DecodeStep(self.model, self.cache, self.max_slots, self.max_seq_len)
+        step = DecodeStep(self.model, self.cache, self.max_slots, self.max_seq_len, self.lora_manager.slots)
         if self.recorder is not None:
             step.record_experts(self.recorder)
         return step
@@ -358,12 +359,22 @@ class Generator:
             unread, self._unread = self._unread, None
             self._append_read(unread)
 
+    def _read_tokens_in_flight(self) -> None:
+        """Read the tokens that were sampled with weights which are about to change."""
+        try:
+            self._read_tokens()
+        except NotFiniteError as error:
+            self.fail(error)
+
     def _append_read(self, unread: UnreadTokens) -> None:
         drawn = zip(unread.sequences, *unread.read(), strict=True)
         for row, (sequence, token, logprob) in enumerate(drawn):
             sequence.unread -= 1
             sequence.drawn = None
             if sequence.stop_reason is None:  # otherwise it ended after this step had started
+                if not math.isfinite(logprob):
+                    self._refuse_lora(sequence)
+                    continue
                 if unread.experts is not None:
                     sequence.record(sequence.total - 1, unread.experts[row : row + 1].numpy())
                 self._append(sequence, token, logprob)
@@ -546,6 +557,7 @@ class Generator:
 
         Its unfinished sequences are recomputed with the new weights; other sequences are not affected.
         """
+        self._read_tokens_in_flight()
         self.scheduler.restart(self.lora_manager.replace(name, weights, version))
 
     def restart(self, version: int) -> None:
@@ -554,10 +566,7 @@ class Generator:
         Unfinished sequences keep their tokens, logprobs and versions; their keys and values are recomputed with the new
         weights, so that the following tokens are sampled from exactly the new policy.
         """
-        try:
-            self._read_tokens()  # sampled with the old weights
-        except NotFiniteError as error:
-            self.fail(error)
+        self._read_tokens_in_flight()
         if self._decode_step is not None:
             self._decode_step.drop_stale_graphs()
         self.scheduler.restart()

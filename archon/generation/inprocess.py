@@ -450,7 +450,9 @@ class InProcessEngine:
         self._generator.replace_lora(name, weights, version)
 
     def unload_lora(self, name: str) -> None:
-        """Unload a LoRA. Unfinished answers still use it; its memory is freed after the last of them.
+        """Unload a LoRA. Unfinished answers still use it; after the last of them another LoRA may take its slot.
+
+        The memory of all slots is freed with the last LoRA.
 
         Raises:
             UnknownLoRAError: no LoRA of this name is loaded.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,26 +63,36 @@ class LatentKeys:
         keys, rotated = q.split((self.key_features, q.shape[-1] - self.key_features), dim=-1)
         absorbed = torch.bmm(keys.transpose(0, 1), self._matrices()[:, : self.key_features])
         absorbed = absorbed.transpose(0, 1)
-        for rows, a, b in self._parts(lora_mapping):
-            absorbed[rows] += torch.einsum("bhn,hnr->bhr", keys[rows], b[:, : self.key_features]) @ a
+        for rows, a, b, keep in self._parts(lora_mapping):
+            absorbed[rows] += keep(torch.einsum("bhn,hnr->bhr", keys[rows], b[:, : self.key_features])) @ a
         return torch.cat((absorbed, rotated), dim=-1)
 
     def expand_values(self, latents: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
         """Return weighted sums of values [B, H, V] from the weighted sums of latents [B, H, C]."""
         matrices = self._matrices()[:, self.key_features :]
         values = torch.bmm(latents.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
-        for rows, a, b in self._parts(lora_mapping):
-            values[rows] += torch.einsum("bhr,hvr->bhv", latents[rows] @ a.t(), b[:, self.key_features :])
+        for rows, a, b, keep in self._parts(lora_mapping):
+            values[rows] += torch.einsum("bhr,hvr->bhv", keep(latents[rows] @ a.t()), b[:, self.key_features :])
         return values
 
-    def _parts(self, lora_mapping: LoRAMapping | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield the rows of each enabled LoRA of the expansion, its a [r, C], and scale * b as [H, N + V, r]."""
+    def _parts(
+        self, lora_mapping: LoRAMapping | None
+    ) -> Iterator[tuple[slice, Tensor, Tensor, Callable[[Tensor], Tensor]]]:
+        """Yield the rows of each enabled LoRA of the expansion, its a [r, C], b as [H, N + V, r], and a function.
+
+        The function scales the products [B, H, r] of these rows with a or b. If only the device knows the rows of a
+        LoRA, all LoRAs are one, and the function keeps the products of each row's LoRA.
+        """
         several: Any = getattr(self.expansion, "lora", None)
         if lora_mapping is None or several is None or not several.enabled:
             return
+        if lora_mapping.on_host is None:
+            if (stacked := several.stacked) is not None:
+                yield slice(None), stacked.a, self._by_head(stacked.b), partial(stacked.keep, lora_mapping=lora_mapping)
+            return
         for name, first, last in lora_mapping.runs:
             if (part := several.part(name)) is not None:
-                yield slice(first, last), part.a, self._by_head(part.b) * part.scale
+                yield slice(first, last), part.a, self._by_head(part.b), partial(torch.mul, other=part.scale)
 
     def _matrices(self) -> Tensor:
         """Return the weight [H, N + V, C], with a single LoRA merged."""

@@ -76,6 +76,24 @@ class LoRAMapping:
             first = last
         return tuple(runs)
 
+    @classmethod
+    def on_device(cls, names: Sequence[str], ids: Tensor) -> LoRAMapping:
+        """Return the mapping of rows with `ids` that only their device knows, see `LoRAMapping`."""
+        order = ids.argsort(stable=True)
+        counts = ids.new_zeros(len(names) + 1).scatter_add_(0, ids, torch.ones_like(ids))
+        return cls(tuple(names), ids, counts, order, order.argsort())
+
+    def others(self, rank: int) -> Tensor:
+        """Return whether column c of [T, n rank] belongs to another LoRA than that of the row: c // rank."""
+        if rank not in self._others:
+            columns = torch.arange(len(self.names), device=self.ids.device).repeat_interleave(rank)
+            self._others[rank] = columns != self.ids.unsqueeze(1)
+        return self._others[rank]
+
+    @cached_property
+    def _others(self) -> dict[int, Tensor]:
+        return {}
+
     def rows(self, first: int, last: int) -> LoRAMapping:
         """Return the mapping of rows `first` to `last` (exclusive)."""
         return LoRAMapping.of(self.names, self.host_ids[first:last], self.ids.device)
@@ -99,7 +117,4 @@ class LoRAMapping:
 
     def gathered(self, group: Group) -> LoRAMapping:
         """Return the mapping of the rows of all ranks, in the order of `all_gather`."""
-        ids = all_gather(self.ids, group)
-        order = ids.argsort(stable=True)
-        counts = ids.new_zeros(len(self.names) + 1).scatter_add_(0, ids, torch.ones_like(ids))
-        return LoRAMapping(self.names, ids, counts, order, order.argsort())
+        return LoRAMapping.on_device(self.names, all_gather(self.ids, group))

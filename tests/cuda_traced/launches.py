@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from archon.engine.batch import pack
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.generation import InProcessEngine
+from archon.generation.decode_step import StepKind
 from archon.parallel.fsdp import set_gradient_reduction
 from archon.parallel.phase import phase_listener
 from archon.parallel.torch_private import TorchDispatchMode
@@ -39,6 +40,7 @@ from tests.cuda_traced.stand_ins import flash_attn_without_kernels, one_gpu, one
 from tests.cuda_traced.test_engine import gradients_of_zeros, made
 from tests.cuda_traced.trace import CudaTrace, cuda_trace, launches_kernel
 from tests.engine.tiny import CONFIG, make_engine, padded, sft_batch
+from tests.lora.random_lora import random_lora
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 64, "vocab_size": 104}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -146,8 +148,8 @@ def count_step(hf: dict[str, Any], shares_prefixes: bool) -> tuple[float, int, i
     return forward, steps[1]["optimizer"], waits
 
 
-def count_decode(family: str) -> float:
-    """Return the launches per block of a decode step."""
+def count_decode(family: str, loras: int = 0) -> float:
+    """Return the launches per block of a decode step, with this number of LoRAs of all matrices."""
     launches = []
     for layers in (4, 8):
         with one_gpu(), cuda_trace() as trace:
@@ -156,11 +158,13 @@ def count_decode(family: str) -> float:
             engine = InProcessEngine.from_model(
                 model, max_slots=8, page_size=8, n_pages=40, eos_token_ids=(), weights="snapshot"
             )
+            for seed in range(loras):
+                engine.load_lora(str(seed), random_lora(model, seed, rank=8))
             step = engine._generator._decode_step
             assert step is not None
             trace.launches = 0
             with torch.inference_mode():
-                step._run(8, "sampled")
+                step._run(StepKind(8, "sampled", has_lora=loras > 0))
             launches.append(trace.launches)
     return (launches[1] - launches[0]) / 4
 
@@ -183,10 +187,15 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
         }
     yield {"model": name, "what": "block: decode step", "launches": count_decode(hf["model_type"])}
     if name == "dense":
-        flash_attn_without_kernels()
-        for side, kernels in compiled_launches(QWEN3).items():
-            what = f"{COMPILED}: {side}"
-            yield {"model": name, "what": what, "launches": kernels.total(), "operators": dict(sorted(kernels.items()))}
+        yield from compiled_rows()
+
+
+def compiled_rows() -> Iterator[dict[str, Any]]:
+    """Yield the rows of a compiled block, which are of the model `dense`."""
+    flash_attn_without_kernels()
+    for side, kernels in compiled_launches(QWEN3).items():
+        what = f"{COMPILED}: {side}"
+        yield {"model": "dense", "what": what, "launches": kernels.total(), "operators": dict(sorted(kernels.items()))}
 
 
 def main() -> None:

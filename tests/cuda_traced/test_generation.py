@@ -14,6 +14,7 @@ from tests.cuda_traced.launches import count_decode
 from tests.cuda_traced.models import build, family_config
 from tests.cuda_traced.stand_ins import one_gpu
 from tests.cuda_traced.trace import CudaTrace, cuda_trace, require_on_cuda
+from tests.lora.random_lora import random_lora
 
 pytestmark = pytest.mark.cuda_traced
 
@@ -60,10 +61,53 @@ def test_answers(traced: Callable[..., None], family: str) -> None:
     assert sum(graph.replays for graph in decode_step._graphs.values()) >= NEW - 1
 
 
-LAUNCHES = {"qwen3": 13, "qwen3_moe": 42, "gpt_oss": 62, "deepseek_v3": 66, "qwen3_next": 78.5}
-"""Kernels of a block in a decode step, the mean over its kinds of blocks. Before the step, a block of Qwen3 had 104."""
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"])
+def test_answers_with_loras(traced: Callable[..., None], family: str) -> None:
+    """One graph serves every mix of LoRAs, until loading one moves the others."""
+    traced(family, "auto", "generator: several LoRAs in a decode step")
+    with one_gpu(), cuda_trace() as trace:
+        model = build(family_config(family), "auto").requires_grad_(False)
+        loras = {name: random_lora(model, seed, rank=4 * seed + 4) for seed, name in enumerate("abc")}
+        engine = InProcessEngine.from_model(model, max_slots=8, page_size=8, n_pages=40, eos_token_ids=())
+        step = engine._generator._decode_step
+        assert step is not None
+
+        def answer(*names: str | None) -> dict[Any, Any]:
+            trace.waits.clear()
+            requests = [
+                ModelRequest([5, 6, 7 + n], GenerationHyperparameters(max_new_tokens=NEW), lora=name)
+                for n, name in enumerate(names)
+            ]
+            assert [len(answer.output_tokens) for answer in engine.generate(requests)] == [NEW] * len(names)
+            assert trace.waits[SAMPLED] == 1
+            return dict(step._graphs)
+
+        plain = answer(None, None)
+        for name in "ab":
+            engine.load_lora(name, loras[name])
+        graphs = answer("a", None)
+        assert len(graphs) == 2 and plain.items() <= graphs.items()
+        engine.update_lora("b", loras["b"])
+        assert answer("b", "a") == graphs
+        engine.load_lora("c", loras["c"])
+        moved = answer("c", "a")
+        assert plain.items() <= moved.items() and moved.keys() == graphs.keys() and moved != graphs
 
 
+LAUNCHES = {
+    "qwen3": (13, 45),
+    "qwen3_moe": (42, 89),
+    "gpt_oss": (62, 92),
+    "deepseek_v3": (66, 134),
+    "qwen3_next": (78.5, 141.5),
+}
+"""Kernels of a block in a decode step, without and with LoRAs of all matrices, the mean over its kinds of blocks.
+
+Before the step, a block of Qwen3 had 104.
+"""
+
+
+@pytest.mark.parametrize("loras", [0, 3])
 @pytest.mark.parametrize("family", LAUNCHES)
-def test_kernels_of_a_block(family: str) -> None:
-    assert count_decode(family) <= LAUNCHES[family]
+def test_kernels_of_a_block(family: str, loras: int) -> None:
+    assert count_decode(family, loras) <= LAUNCHES[family][loras > 0]

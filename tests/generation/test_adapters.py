@@ -50,6 +50,10 @@ def worst_difference(answers: list[ModelResponse], models: list[BaseArchonModel]
     return float(torch.stack(differences).max())
 
 
+# One operator after another, and the decode step of CUDA.
+BOTH = pytest.mark.parametrize("static_decode", [False, True], ids=["operators", "step"])
+
+
 @pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_served_together_each_answer_is_that_of_its_adapter_alone(family: str, count: int) -> None:
@@ -139,10 +143,11 @@ async def until_tokens(engine: InProcessEngine, count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_an_adapter_updated_in_place_starts_its_own_answers_anew_and_no_others() -> None:
+@BOTH
+async def test_an_adapter_updated_in_place_starts_its_own_answers_anew_and_no_others(static_decode: bool) -> None:
     model = make_model(torch.float64)
     old, new, other = (random_lora(model, seed) for seed in range(3))
-    engine = serving(model, {"a": old, "b": other}, page_size=4, prefill_tokens=100)
+    engine = serving(model, {"a": old, "b": other}, page_size=4, prefill_tokens=100, static_decode=static_decode)
     together = [asks(name, prompt, seed=1, max_new_tokens=20) for prompt in RAGGED[2:4] for name in (None, "a", "b")]
     tasks = [asyncio.create_task(engine.agenerate(asked)) for asked in together]
     await until_tokens(engine, 6)
@@ -170,10 +175,11 @@ async def test_an_adapter_updated_in_place_starts_its_own_answers_anew_and_no_ot
     assert engine.loras["a"].version == 8
 
 
-async def test_unloading_lets_unfinished_answers_end_with_the_weights_that_they_began_with() -> None:
+@BOTH
+async def test_unloading_lets_unfinished_answers_end_with_the_weights_that_they_began_with(static_decode: bool) -> None:
     model = make_model(torch.float64)
     old, new = random_lora(model, 0), random_lora(model, 1)
-    engine = serving(model, {"a": old}, page_size=4, prefill_tokens=100, max_slots=3)
+    engine = serving(model, {"a": old}, page_size=4, prefill_tokens=100, max_slots=3, static_decode=static_decode)
     asked = [asks("a", prompt, greedy=True, max_new_tokens=12) for prompt in RAGGED[2:]]
     tasks = [asyncio.create_task(engine.agenerate(one)) for one in asked]
     await until_tokens(engine, 4)
@@ -200,9 +206,10 @@ def held(engine: InProcessEngine) -> int:
     return sum(len(loras.parts) for loras in several)  # type: ignore[arg-type]
 
 
-async def test_aborted_and_failed_requests_let_go_of_their_adapter() -> None:
+@BOTH
+async def test_aborted_and_failed_requests_let_go_of_their_adapter(static_decode: bool) -> None:
     model = make_model()
-    engine = serving(model, {"a": random_lora(model, 0)})
+    engine = serving(model, {"a": random_lora(model, 0)}, static_decode=static_decode)
     task = asyncio.create_task(engine.agenerate(asks("a", RAGGED[3], max_new_tokens=50)))
     await until_tokens(engine, 2)
     engine.unload_lora("a")
@@ -239,6 +246,13 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing() -> None:
             engine.load_lora("b", weights)
         with pytest.raises(RolloutError, match=message):
             engine.update_lora("a", weights)
+    (name, first), *_ = lora.tensors.items()
+    for value in (torch.nan, torch.inf, 1e300):
+        odd = replace(lora, tensors=lora.tensors | {name: first * value})
+        with pytest.raises(RolloutError, match=r"has values that are not finite in torch\.float32"):
+            engine.load_lora("b", odd)
+        with pytest.raises(RolloutError, match=r"has values that are not finite in torch\.float32"):
+            engine.update_lora("a", odd)
     assert [*engine.loras] == ["a"]
     assert held(engine) == parts
 
@@ -267,15 +281,18 @@ def broken(lora: LoRAWeights, part: str = "") -> LoRAWeights:
     return replace(lora, tensors=tensors)
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("family", "part"), [("qwen3", ""), ("qwen3", "1.attention.wv"), ("deepseek_v3", ""), ("qwen3_next", "")]
 )
-async def test_an_adapter_that_computes_no_numbers_fails_its_own_answers_alone(family: str, part: str) -> None:
+async def test_an_adapter_that_computes_no_numbers_fails_its_own_answers_alone(
+    static_decode: bool, family: str, part: str
+) -> None:
     """Its pages, with what it computed, pass to other sequences, and those read neighboring ones masked."""
     model = make_model(torch.float32, family)
     good, bad = random_lora(model, 0), broken(random_lora(model, 1), part)
     options: dict[str, Any] = {"max_slots": 6, "n_pages": 40, "prefill_tokens": 9}
-    engine = serving(model, {"bad": bad, "good": good}, **options)
+    engine = serving(model, {"bad": bad, "good": good}, **options, static_decode=static_decode)
     names = ("bad", None, "good", "bad")
     together = [asks(name, prompt, seed=5, max_new_tokens=7) for prompt in RAGGED[:5] for name in names]
     for _ in range(2):

@@ -11,6 +11,7 @@ import torch
 
 from archon.generation import InProcessEngine
 from archon.generation.decode_step import DecodeStep, UnreadTokens, round_up_rows
+from archon.generation.lora import ServedMultiLoRALayer
 from archon.generation.replica import named_weights
 from archon.generation.sampler import (
     DeviceSamplingParams,
@@ -19,11 +20,13 @@ from archon.generation.sampler import (
     counter_uniform,
     sample_on_device,
 )
+from archon.generation.sequence import Sequence
 from archon.generation.types import ModelRequest, ModelResponse
 from archon.models.base import BaseArchonModel
 from archon.schema.errors import NotFiniteError
 from tests.generation.models import VOCAB, make_engine, make_model, prompts, request, trainer_logprobs
-from tests.generation.test_adapters import asks, random_lora
+from tests.generation.test_adapters import FAMILIES as LORA_FAMILIES
+from tests.generation.test_adapters import asks, random_lora, serving
 from tests.generation.test_engine import other_weights, until_tokens
 from tests.generation.test_parity import FAMILIES
 from tests.lora.test_generation import lora_model
@@ -155,9 +158,8 @@ async def test_an_abort_leaves_other_answers_and_all_pages() -> None:
 
 
 def test_other_sequences_are_decoded_next_to_the_step() -> None:
-    """LoRAs, changed logits, likely tokens and many banned ids."""
+    """Changed logits, likely tokens and many banned ids."""
     model = make_model(torch.float64)
-    lora = random_lora(model, 1)
     special: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},
         {"top_logprobs": 2},
@@ -169,15 +171,111 @@ def test_other_sequences_are_decoded_next_to_the_step() -> None:
             request(p, seed=7, max_new_tokens=9, **gconfig)
             for p, gconfig in zip(prompts(5, 6, 7), special, strict=True)
         ),
-        *(asks("a", p, seed=8, max_new_tokens=8) for p in prompts(3, 8)),
+    ]
+    answers = [
+        make_engine(model, static_decode=static_decode, max_slots=20).generate(requests)
+        for static_decode in (True, False)
+    ]
+    assert_same(*answers)
+    assert [len(a.output_top_logprobs) for a in answers[0]] == [len(a.output_top_logprobs) for a in answers[1]]
+
+
+@pytest.mark.parametrize("family", LORA_FAMILIES)
+def test_loras_of_several_requests(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Three LoRAs of different ranks and none, with preemption and forks."""
+    launched = set[int | None]()
+    launch = DecodeStep.launch
+
+    def watched(self: DecodeStep, sequences: list[Sequence], *args: Any) -> UnreadTokens:
+        launched.update(None if s.lora is None else s.lora.slot for s in sequences)
+        return launch(self, sequences, *args)
+
+    monkeypatch.setattr(DecodeStep, "launch", watched)
+    model = make_model(torch.float64, family)
+    loras = {f"a{seed}": random_lora(model, seed, rank=2 + 2 * seed) for seed in range(3)}
+    requests = [
+        asks(name, prompt, max_new_tokens=9, **SAMPLING[seed] | {"seed": seed})
+        for prompt in prompts(3, 10)
+        for name in (*loras, None)
+        for seed in range(2)
     ]
     answers = []
     for static_decode in (True, False):
-        engine = make_engine(model, static_decode=static_decode, max_slots=20)
-        engine.load_lora("a", lora)
+        engine = serving(model, loras, static_decode=static_decode, page_size=4, n_pages=20, max_slots=7)
         answers.append(engine.generate(requests))
     assert_same(*answers)
-    assert [len(a.output_top_logprobs) for a in answers[0]] == [len(a.output_top_logprobs) for a in answers[1]]
+    assert launched == {0, 1, 2, None}
+    assert engine.stats.shared_prompts
+    assert engine.stats.prefill_tokens > sum(len(asked.input_ids) for asked in requests[::2]), "nothing was preempted"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+async def test_loras_that_come_and_go_leave_running_answers_as_they_are(family: str) -> None:
+    """Loading moves the matrices of all slots, to more slots or to a higher rank; a free slot is used again."""
+    model = make_model(torch.float64, family)
+    loras = {name: random_lora(model, seed, rank=2 + seed) for seed, name in enumerate("abcd")}
+    requests = [asks(name, p, seed=4, max_new_tokens=30) for p in prompts(3, 6) for name in ("a", None)]
+    engine = serving(model, {"a": loras["a"]}, static_decode=True, max_slots=12)
+    manager = engine._generator.lora_manager
+    tasks = [asyncio.create_task(engine.agenerate(asked)) for asked in requests]
+    counts, finished = list[int](), list[ModelResponse]()
+    for tokens, names in ((3, "b"), (8, "cd")):
+        await until_tokens(engine, tokens)
+        for name in names:
+            engine.load_lora(name, loras[name])
+        requests += [asks(name, p, seed=4, max_new_tokens=5) for p in prompts(2, 5) for name in names]
+        new = [asyncio.create_task(engine.agenerate(asked)) for asked in requests[-2 * len(names) :]]
+        while len(engine._generator.scheduler.running) < len(tasks + new):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for name in names:
+            engine.unload_lora(name)
+        counts.append(manager.slots.count)
+        finished += await asyncio.gather(*new)
+    assert counts == [2, 4]
+    answers = [*await asyncio.gather(*tasks), *finished]
+    assert_same(answers, serving(model, loras, max_slots=12).generate(requests))
+    engine.unload_lora("a")
+    assert manager.slots.count == 1
+    layers = [module for module in engine.model.modules() if isinstance(module, ServedMultiLoRALayer)]
+    assert layers and all(layer.stacked is None for layer in layers)
+
+
+def test_a_slot_is_empty_for_a_lora_of_a_lower_rank() -> None:
+    model = make_model(torch.float64)
+    kept, before, after = (random_lora(model, seed, rank) for seed, rank in enumerate((6, 6, 2)))
+    requests = [asks(name, p, greedy=True, max_new_tokens=6) for p in prompts(3, 6) for name in ("a", "b")]
+    engine = serving(model, {"a": kept, "b": before}, static_decode=True)
+    engine.update_lora("b", after)
+    assert_same(engine.generate(requests), serving(model, {"a": kept, "b": after}).generate(requests))
+
+
+@pytest.mark.parametrize(("family", "part"), [("qwen3", ""), ("qwen3", "1.attention.wv"), ("deepseek_v3", "")])
+def test_a_lora_that_computes_no_numbers_fails_its_own_answers_alone(family: str, part: str) -> None:
+    model = make_model(torch.float32, family)
+    loras = {name: random_lora(model, seed) for seed, name in enumerate(("good", "bad"))}
+    requests = [asks(name, p, seed=5, max_new_tokens=9) for p in prompts(3, 6, 9) for name in (None, "bad", "good")]
+    engine = serving(model, loras, static_decode=True, max_slots=9, prefill_tokens=99)
+    done: list[Sequence] = []
+    generator = engine._generator
+    for asked in requests:
+        generator.submit(asked, done.append)
+    generator.step()
+    for name, layer in engine.model.named_modules():
+        if isinstance(layer, ServedMultiLoRALayer) and part in name:
+            layer.part("1").a.mul_(1e30)
+            layer.part("1").b.mul_(1e30)
+    while generator.scheduler.has_work:
+        generator.step()
+    expected = {
+        id(asked): answer for asked, answer in zip(requests, serving(model, loras).generate(requests), strict=True)
+    }
+    assert len(done) == len(requests)
+    for sequence in done:
+        if sequence.lora is not None and sequence.lora.name == "bad":
+            assert "LoRA 'bad' produces non-finite values; check its weights" in str(sequence.error)
+        else:
+            assert sequence.error is None and sequence.output == expected[id(sequence.request)].output_tokens
+    assert all(x.isfinite().all() for group in generator.cache.groups for x in group.stored)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])

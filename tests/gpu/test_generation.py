@@ -10,6 +10,7 @@ import torch
 from tests.generation.models import make_engine, make_model, prompts, request, trainer_logprobs
 from tests.generation.test_engine import other_weights
 from tests.generation.test_parity import FAMILIES
+from tests.lora.random_lora import merged, random_lora
 from tests.tolerances import GENERATED_LOGPROB_BF16, GENERATED_LOGPROB_FP32
 
 pytestmark = pytest.mark.gpu
@@ -90,3 +91,28 @@ def test_graphs_of_a_bfloat16_replica_give_the_answers_of_operators(family: str)
             abs(a - b) for a, b in zip(one.output_logprobs[:same], other.output_logprobs[:same], strict=True)
         ]
     assert len(differences) > 50 and sum(differences) / len(differences) <= GENERATED_LOGPROB_BF16
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5_text"])
+def test_steps_with_loras_follow_updates_in_place(family: str) -> None:
+    model = copy.deepcopy(make_model(family=family)).cuda()
+    loras = {f"a{seed}": random_lora(model, seed, rank=2 + seed) for seed in range(3)}
+    engine = make_engine(model, page_size=4)
+    for name, lora in loras.items():
+        engine.load_lora(name, lora)
+    wanted = [request(p, seed=seed, max_new_tokens=24) for seed, p in enumerate(RAGGED * 3)]
+    for asked, name in zip(wanted, (*loras, None) * len(wanted), strict=False):
+        asked.lora = name
+    step = engine._generator._decode_step
+    assert step is not None
+    for _ in range(2):
+        graphs = dict(step._graphs)
+        models = {None: model} | {name: merged(model, lora) for name, lora in loras.items()}
+        for asked, answer in zip(wanted, engine.generate(wanted), strict=True):
+            trained = trainer_logprobs(models[asked.lora], answer.input_tokens, answer.output_tokens, 1.0)
+            torch.testing.assert_close(
+                torch.tensor(answer.output_logprobs), trained, rtol=0, atol=4 * GENERATED_LOGPROB_FP32
+            )
+        assert graphs.items() <= step._graphs.items()
+        loras["a1"] = random_lora(model, 9, rank=3)
+        engine.update_lora("a1", loras["a1"])

@@ -53,7 +53,33 @@ class PrefillChunk:
     positions: np.ndarray | None = None  # int64 [3, length], time, row and column, where there are images
 
 
-class PagedAttention(AttentionMeta):
+class CachingAttention(AttentionMeta):
+    """Attention that writes the new tokens to a cache.
+
+    For multi-LoRA models, the cache stores 0 for keys and values that are not finite, since attention multiplies masked
+    values by 0, and pages pass to other sequences.
+    """
+
+    @property
+    def overflowed(self) -> Tensor | None:
+        """Whether the keys or values of a token are not finite: bool [T] without padding; None for other models."""
+        return ~torch.stack(self._sums).isfinite().all(0) if self._sums else None
+
+    @cached_property
+    def _sums(self) -> list[Tensor]:
+        """Sums [T] of new keys or values, which are finite only if all addends are."""
+        return []
+
+    def finite_rows(self, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return new rows [T, heads, features] of one layer as the cache stores them."""
+        if self.lora_mapping is None:
+            return tuple(rows)
+        wide = torch.promote_types(rows[0].dtype, torch.float32)
+        self._sums.extend(x.sum((1, 2), dtype=wide) for x in rows)
+        return tuple(x.nan_to_num(0, 0, 0) for x in rows)
+
+
+class PagedAttention(CachingAttention):
     """One forward of the generator: the `decode` rows first, then the tokens of `chunks`, in order.
 
     Args:
@@ -62,13 +88,7 @@ class PagedAttention(AttentionMeta):
         chunks: parts of prompts; chunks that start at 0 attend as packed documents.
         attn_type: backend of the chunks that start at 0; pages do not use it.
         padded_length: rows of the forward, if more than its tokens; the output of padding is 0.
-
-    Attributes:
-        overflowed: bool [T] without padding, for multi-LoRA models: the token's keys or values are not finite. The
-            cache stores 0 for them, since attention multiplies masked values by 0, and pages pass to other sequences.
     """
-
-    overflowed: Tensor | None = None
 
     def __init__(
         self,
@@ -238,19 +258,11 @@ class PagedAttention(AttentionMeta):
         unpadded = (q, *rows)
         if self._n_padding:
             unpadded = tuple(x[: -self._n_padding] for x in unpadded)
-        stored = unpadded[1:]
-        if self.lora_mapping is not None:
-            stored = tuple(map(self._zero_nonfinite, stored))
+        stored = self.finite_rows(unpadded[1:])
         if self._duplicates is not None:
             stored = tuple(torch.cat([x, x.index_select(0, self._duplicates)]) for x in stored)
         self.cache.write(layer, self._rows, *stored)
         return unpadded
-
-    def _zero_nonfinite(self, rows: Tensor) -> Tensor:
-        """Return rows [T, heads, features], with zeros in those that are not finite, which are `overflowed`."""
-        wrong = ~rows.isfinite().flatten(1).all(1)
-        self.overflowed = wrong if self.overflowed is None else self.overflowed | wrong
-        return rows.masked_fill(wrong.view(-1, 1, 1), 0)
 
     def _concat_outputs(self, outs: list[Tensor]) -> Tensor:
         """Return the results of this forward's tokens, and zeros for its padding."""

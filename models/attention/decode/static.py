@@ -9,15 +9,15 @@ import numpy as np
 from torch import Tensor
 
 from archon.models.attention.decode.page_batches import PageBatch
-from archon.models.attention.decode.paged import attend_decode_rows
+from archon.models.attention.decode.paged import CachingAttention, attend_decode_rows
 from archon.models.attention.decode.paged_cache import PagedCache
 from archon.models.attention.latent import LatentKeys
-from archon.models.attention.meta import AttentionMeta, Scan
+from archon.models.attention.meta import Scan
 from archon.models.attention.packed.documents import PackedDocuments
 from archon.models.attention.spec import AttentionSpec, LayerIndex
 
 
-class StaticPagedAttention(AttentionMeta):
+class StaticPagedAttention(CachingAttention):
     """Attention of one new token in each of B rows. On CUDA it copies nothing between host and device.
 
     Args:
@@ -51,7 +51,8 @@ class StaticPagedAttention(AttentionMeta):
 
     def attend_latent(self, layer: LayerIndex, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Attend to the cached latents themselves."""
-        return keys.expand_values(self._attend_pages(layer, keys.absorb(q), spec, keys.rows))
+        latents = self._attend_pages(layer, keys.absorb(q, self.lora_mapping), spec, keys.rows)
+        return keys.expand_values(latents, self.lora_mapping)
 
     def run_recurrence(
         self, layer: LayerIndex, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan
@@ -67,7 +68,8 @@ class StaticPagedAttention(AttentionMeta):
 
         Returns attention [B, H, V] of one query [B, H, K] per row to its pages.
         """
-        return (self._attend_by_kernels if q.is_cuda else self._attend_on_cpu)(layer, q, spec, *new)
+        attend = self._attend_by_kernels if q.is_cuda else self._attend_on_cpu
+        return attend(layer, q, spec, *self.finite_rows(new))
 
     def _attend_on_cpu(self, layer: LayerIndex, q: Tensor, spec: AttentionSpec, *new: Tensor) -> Tensor:
         self.cache.write(layer, self._rows, *new)
