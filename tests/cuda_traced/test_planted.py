@@ -15,14 +15,17 @@ from archon.engine.loss import CrossEntropyLoss
 from archon.engine.train_step import MicroBatchRunner
 from archon.generation.decode_step import DecodeStep
 from archon.models.attention.packed.varlen import _Varlen
+from archon.models.base import TransformerBlock
 from archon.models.layers import delta_rule, moe
 from archon.models.layers.logit_tiles import KernelTiles
 from archon.models.layers.moe import MoE, Router
+from tests.cuda_traced.launches import compiled_rows
 from tests.cuda_traced.models import family_config
 from tests.cuda_traced.stand_ins import triton_without_launches
 from tests.cuda_traced.test_engine import MODELS, check_step, made
 from tests.cuda_traced.test_families import trace_forwards
 from tests.cuda_traced.test_generation import generate
+from tests.cuda_traced.test_launches import check_rows
 from tests.cuda_traced.trace import HostWaitError, MixedDevicesError
 from tests.engine.tiny import sft_batch
 
@@ -45,6 +48,10 @@ def answers(folder: Path) -> None:
 def step(folder: Path) -> None:
     with made(folder, MODELS["dense"]) as (engine, trace):
         check_step(engine, trace, sft_batch(), CrossEntropyLoss())
+
+
+def compiled_block(folder: Path) -> None:
+    check_rows(compiled_rows())
 
 
 @dataclass
@@ -161,6 +168,15 @@ PLANTED = {
         step,
         HostWaitError,
         "aten._local_scalar_dense",
+    ),
+    "a compiled block launches one more kernel": Planted(
+        TransformerBlock,
+        "_add",
+        "x + out if",
+        "x + out.cumsum(0) if",
+        compiled_block,
+        AssertionError,
+        "'what': 'compiled block of Qwen3-0.6B: forward'",
     ),
 }
 
