@@ -71,7 +71,8 @@ def _anchor_paths(
     """Make paths absolute, relative to the folder of `file`; paths in overrides, relative to the current folder."""
     overridden = {override.partition("=")[0].rpartition(".")[2] for override in overrides}
     for name, field in schema.model_fields.items():
-        if RELATIVE_TO_CONFIG in field.metadata and isinstance(values.get(name), str):
+        is_path = RELATIVE_TO_CONFIG in field.metadata and isinstance(values.get(name), str)
+        if is_path and values[name] and "\0" not in values[name]:  # the schema refuses others, by the name of the field
             folder = Path() if file is None or name in overridden else file.parent
             values[name] = str((folder / expand_path(values[name])).absolute())
 

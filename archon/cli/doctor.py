@@ -40,7 +40,10 @@ def command(
 ) -> None:
     """Check a layout on all ranks, or simulate one rank."""
     from archon.schema.config import EngineConfig
+    from archon.schema.errors import ConfigError
 
+    if rank is not None and stall_seconds is not None:
+        raise ConfigError("--stall-seconds needs running ranks, and --rank simulates one; leave one of them out")
     options = {
         "path": str(path),
         "layout": layout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import socket
 
 import pytest
@@ -403,3 +404,88 @@ def test_an_option_written_as_a_key_and_a_key_written_as_an_option_name_the_spel
 def test_a_value_of_an_option_is_no_key(archon, checkpoint):
     complaint = archon("serve", checkpoint, "--lora", "port=nowhere", "max_slots=0").complaint
     assert "max_slots: got 0" in complaint
+
+
+@pytest.mark.parametrize(
+    ("target", "relation"),
+    [
+        ("checkpoint", "is"),
+        ("checkpoint/inside", "is inside"),
+        ("link/inside", "is inside"),
+        ("other/../checkpoint/inside", "is inside"),
+        (".", "contains"),
+    ],
+)
+def test_an_output_that_overlaps_an_input_is_refused(archon, checkpoint, sft_overrides, tmp_path, target, relation):
+    (tmp_path / "link").symlink_to(checkpoint)
+    (tmp_path / "other").mkdir()
+    before = sorted(checkpoint.rglob("*"))
+    complaint = archon("convert", checkpoint, f"{tmp_path}/{target}", "--to", "native").complaint
+    overlap = rf"output \S+ {relation} input {checkpoint}; choose another folder"
+    assert re.search(overlap if relation == "is inside" else "expected a new folder", complaint)
+    arguments = ["eval", checkpoint, "--data", "arithmetic", "--reward", "exact_match", "--out", f"{tmp_path}/{target}"]
+    if relation == "is inside":  # folders that are not empty have another message
+        assert f"{relation} input" in archon(*arguments).complaint
+    if relation != "contains":  # a run may be next to its model in one folder
+        for dry_run in ([], ["--dry-run"]):
+            run = archon("sft", *sft_overrides, f"run_dir={tmp_path}/{target}", *dry_run)
+            assert f"{relation} input {checkpoint}" in run.complaint
+    assert sorted(checkpoint.rglob("*")) == before
+
+
+def test_a_run_does_not_export_over_its_model(archon, checkpoint, sft_overrides, tmp_path):
+    (tmp_path / "run").mkdir()
+    export = checkpoint.rename(tmp_path / "run" / "export")
+    overrides = [*sft_overrides, f"model.path={export}"]
+    assert f"run/export is input {export}" in archon("sft", *overrides).complaint
+
+
+@pytest.mark.parametrize("option", ["--output", "--calibrate"])
+def test_a_plan_replaces_only_yaml_files(archon, checkpoint, dataset, tmp_path, option):
+    (tmp_path / "pipe.yaml").touch()
+    for target, reason in ((dataset, "is not a .yaml file"), (checkpoint / "plan.yaml", "is inside input")):
+        assert reason in archon("plan", checkpoint, "--gpus", "1", "--seq", "32", option, target).complaint
+    assert dataset.read_text().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["check-model", ""], "the value of an argument is empty"),
+        (["inspect", ""], "the value of an argument is empty"),
+        (["convert", "a", "", "--to", "hf"], "the value of an argument is empty"),
+        (["report", "x", "--out", ""], "the value of option --out is empty"),
+        (["report", "x", "--out="], "the value of option --out is empty"),
+        (["sft", "--config", ""], "the value of option --config is empty"),
+    ],
+)
+def test_an_empty_argument_is_refused(archon, arguments, told):
+    assert told in archon(*arguments).complaint
+
+
+@pytest.mark.parametrize(
+    "key", ["run_dir", "model.path", "tokenizer", "train_data.path", "bootstrap", "model.lora.path"]
+)
+@pytest.mark.parametrize("value", ["", "a\0b"])
+def test_an_empty_path_or_one_with_nul_is_refused(archon, sft_overrides, key, value, tmp_path):
+    values: object = value
+    for name in reversed(key.split(".")):
+        values = {name: values}
+    file = tmp_path / "paths.yaml"
+    file.write_text(json.dumps(values))
+    overrides = [override for override in sft_overrides if not override.startswith(f"{key}=")]
+    complaint = archon("sft", "--config", file, *overrides).complaint
+    assert f"{key}: " in complaint and "expected the name of a file" in complaint
+
+
+def test_a_simulated_rank_has_no_stall(archon, checkpoint):
+    arguments = [checkpoint, "--layout", "d2", "--rank", "0", "--tokens", "64", "--stall-seconds", "5"]
+    assert "--rank simulates one" in archon("doctor", *arguments).complaint
+
+
+def test_a_long_value_is_cut_in_its_message(archon):
+    long = "9" * 5000
+    for arguments in (["inspect", long], ["inspect", "x", "--lora", long], ["plan", long]):
+        assert 100 < len(archon(*arguments).complaint) < 700
+    usage = archon("plan", "x", "--dtype", long)
+    assert (usage.code, len(usage.err.splitlines())) == (2, 4) and len(usage.err) < 700
