@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
@@ -33,6 +34,25 @@ from archon.schema.errors import ConfigError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 """Packages that must have the same version on all ranks, because their version can change results."""
+NUMERIC_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCHDYNAMO_DISABLE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TRITON_F32_DEFAULT",
+    "TRITON_INTERPRET",
+)
+"""Environment variables that must be equal on all ranks, because they select the precision or the order of sums of
+kernels and collectives. Numbers of threads and names of network devices may differ."""
 SAMPLED_BYTES = 2**25
 """Bytes that the digest of a folder reads: 20 ms from the page cache. Small files are read whole, large ones in evenly
 spaced chunks."""
@@ -122,7 +142,7 @@ def require_same_engine(config: EngineConfig, total_steps: int | None) -> None:
         files.values[config.path] = f"commit {folder.name}"  # of the hub
     if not config.init_from_scratch:  # finds differences in tensors between the chunks of `file_digests`
         files.values[f"tensors of {config.path}"] = f"digest {checkpoint_digest(folder)}"
-    require_agreement(world, [software_facts(), fields, files])
+    require_agreement(world, [software_facts(), numeric_facts(), fields, files])
 
 
 def require_same_run(config: BaseModel) -> None:
@@ -132,7 +152,8 @@ def require_same_run(config: BaseModel) -> None:
     """
     world = ControlPlane.world()
     if world.size > 1:
-        require_agreement(world, [software_facts(), config_facts(config, free=["run_dir"]), code_facts(config)])
+        facts = [software_facts(), numeric_facts(), config_facts(config, free=["run_dir"]), code_facts(config)]
+        require_agreement(world, facts)
 
 
 def require_same_inputs(config: BaseModel) -> None:
@@ -153,6 +174,15 @@ def software_facts() -> Facts:
     """Return the versions of packages and the digest of archon's code."""
     values = {**package_versions(), "archon's code": _archon_digest()}
     return Facts("install the same packages on every machine", values)
+
+
+def numeric_facts() -> Facts:
+    """Return the environment variables and the options of torch that change the results of kernels."""
+    values: dict[str, Any] = {name: os.environ.get(name, "unset") for name in NUMERIC_VARIABLES}
+    values["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()
+    values["torch.are_deterministic_algorithms_enabled()"] = torch.are_deterministic_algorithms_enabled()
+    values["torch.get_default_dtype()"] = str(torch.get_default_dtype())
+    return Facts("start every rank with the same environment and options of torch", values)
 
 
 @functools.cache

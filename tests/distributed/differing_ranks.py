@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from archon.engine.engine import ArchonEngine
@@ -77,7 +79,19 @@ def install_another_numpy(machine: Path, _: dict[str, Any]) -> None:
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 9.9.9\n")
 
 
+def set_environment(*_: Any) -> None:
+    """Set a variable that turns TF32 off."""
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+
+
+def lower_precision(*_: Any) -> None:
+    """Let torch compute float32 matmuls in TF32."""
+    torch.set_float32_matmul_precision("high")
+
+
 CHANGES: dict[str, Change] = {
+    "environment": set_environment,
+    "precision": lower_precision,
     "learning rate": set_field("model.optimizer.lr", 0.002),
     "seed": set_field("seed", 7),
     "section": set_field("model.optimizer", None),
@@ -111,6 +125,8 @@ def machine_of_rank(folder: str, elsewhere: str, change: str, values: dict[str, 
         with chdir(machine):
             yield
     finally:
+        os.environ.pop("NVIDIA_TF32_OVERRIDE", None)
+        torch.set_float32_matmul_precision("highest")
         sys.path.remove(str(machine))
         for name in ("rows_of_rank", "rewards_of_rank", "rewards_of_rank.score", "rewards_of_rank.helper"):
             sys.modules.pop(name, None)

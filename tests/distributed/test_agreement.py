@@ -28,6 +28,7 @@ from tests.distributed.test_failing import torchrun
 pytestmark = pytest.mark.xdist_group("ranks")
 
 CONFIGURATION = "start every rank with the same configuration"
+OPTIONS = "start every rank with the same environment and options of torch"
 FILES = "every machine needs the same files"
 CODE = "every machine needs the same code"
 LORA = {"rank": 2, "targets": ["q_proj"], "init": "random"}
@@ -58,6 +59,8 @@ RUNS: dict[str, tuple[dict[str, Any], str]] = {
     "section": ({}, rf'rank 1 has model.optimizer=null, rank 0 has \{{"kind": "adamw", .*; {CONFIGURATION}'),
     "run_dir": ({}, "trained"),
     "package": ({}, r"rank 1 has numpy=9.9.9, rank 0 has [\d.]+; install the same packages on every machine"),
+    "environment": ({}, f"rank 1 has NVIDIA_TF32_OVERRIDE=0, rank 0 has unset; {OPTIONS}"),
+    "precision": ({}, rf"rank 1 has torch.get_float32_matmul_precision\(\)=high, rank 0 has highest; {OPTIONS}"),
     "weight": ({}, rf"rank 1 has checkpoint/model.safetensors={DIGEST}, rank 0 has {DIGEST}; {FILES}"),
     "tokenizer": ({}, rf"rank 1 has checkpoint/tokenizer.json={DIGEST}, rank 0 has {DIGEST}; {FILES}"),
     "missing file": ({}, rf"rank 1 has checkpoint/generation_config.json=nothing, rank 0 has {DIGEST}; {FILES}"),
