@@ -57,7 +57,7 @@ def join_process_group(world_size: int, device_type: str, timeout_s: float) -> N
     try:
         if (store := join_rendezvous(int(rank or 0), world_size, limit)) is not None:
             options = {"store": store, "rank": int(rank), "world_size": world_size}
-        failure = FailureMonitor.connect()
+        failure = FailureMonitor.connect(timeout_s)
         if failure is not None:
             failure.watch()
             atexit.register(failure.mark_done)

@@ -27,6 +27,7 @@ from archon.cli import (
     export,
     generate,
     inspect,
+    launch,
     models,
     new_model,
     plan,
@@ -112,7 +113,7 @@ for module in (models, inspect, check_model, new_model, plan, convert, export, b
     app.command(**module.SETTINGS)(_with_expanded_paths(module.command))
 for name in train.RUNS:
     app.command(**train.settings(name))(_with_expanded_paths(train.command(name)))
-for module in (generate, evaluate, serve, bench, report, doctor):
+for module in (generate, evaluate, serve, bench, launch, report, doctor):
     app.command(**module.SETTINGS)(_with_expanded_paths(module.command))
 
 

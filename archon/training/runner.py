@@ -22,10 +22,12 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from archon.checkpoint.atomic import named_errors, write_text
+from archon.checkpoint.native import latest_checkpoint
 from archon.engine.agreement import PACKAGES, input_paths, package_versions
 from archon.parallel.control_plane import ControlPlane
+from archon.parallel.failure import describe_run, is_failing
 from archon.schema.config import MetricsConfig, require_separate
-from archon.schema.errors import ConfigError
+from archon.schema.errors import CheckpointError, ConfigError
 from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, MetricsWriter, TrajectoryWriter
 from archon.training.progress import Progress, open_display
 from archon.training.sinks import Sinks, require_sinks
@@ -39,8 +41,8 @@ class RunDirectory:
     """Folder of one run, locked by one process at a time.
 
     It contains `config.yaml` (resolved), `versions.json`, `metrics.jsonl`, `trajectories.jsonl`, `checkpoints/`,
-    `export/`, `data/` of rows passed in Python, `stacks/` after a stall, files of sinks, and `.lock`, which the
-    operating system releases when the process ends.
+    `export/`, `data/` of rows passed in Python, `stacks/` after a stall, `failure.txt` after the loss of a rank, files
+    of sinks, and `.lock`, which the operating system releases when the process ends.
     """
 
     def __init__(self, path: str | Path):
@@ -86,6 +88,16 @@ class RunDirectory:
             os.pwrite(lock, str(os.getpid()).encode(), 0)
         write_text(self.path / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         write_text(self.path / "versions.json", json.dumps(versions(), indent=2) + "\n")
+
+    def resume_advice(self) -> str:
+        """Return one line on how to continue the run after its processes have ended."""
+        try:
+            latest = latest_checkpoint(self.checkpoints)
+        except CheckpointError as error:
+            return str(error)
+        if latest is None:
+            return "no checkpoint was saved; start the same command with resume=true to begin again"
+        return f"to continue after {latest.name}, start the same command with resume=true"
 
     def has_run(self) -> bool:
         """Return whether the folder contains records or checkpoints of a run."""
@@ -141,7 +153,7 @@ class StopSignal:
         self.received, self._received_at = signal.Signals(number), time.monotonic()
         if self.on_first is not None:
             self.on_first()
-        if self._world.is_main:
+        if self._world.is_main and not is_failing():
             _write_to_stderr(f"{self.received.name}: saving, then exiting; press Ctrl-C again to exit now")
 
 
@@ -191,11 +203,13 @@ class Runner:
             stack.callback(self.trajectories.close)
             stack.enter_context(self._signals)
             self._exit_stack = stack.pop_all()
+        describe_run(self.directory.path, self.directory.resume_advice)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is None:
             self.world.barrier()  # a rank must not exit while another rank still receives from it
+            describe_run(None)
         self._exit_stack.__exit__(kind, error, tb)
 
     def _claim(self, stack: ExitStack) -> None:

@@ -489,3 +489,8 @@ def test_a_long_value_is_cut_in_its_message(archon):
         assert 100 < len(archon(*arguments).complaint) < 700
     usage = archon("plan", "x", "--dtype", long)
     assert (usage.code, len(usage.err.splitlines())) == (2, 4) and len(usage.err) < 700
+
+
+def test_a_launch_on_several_hosts_needs_a_place_to_meet(archon):
+    complaint = archon("launch", "--nnodes", 2, "sft").complaint
+    assert "several hosts need --rdzv-endpoint HOST:PORT and --rdzv-id ID" in complaint

@@ -25,7 +25,7 @@ def test_help_lists_the_commands(archon):
     done = archon("--help")
     assert done.code == 0
     commands = ("models", "inspect", "plan", "convert", "sft", "rl", "generate", "serve", "bench", "report", "doctor")
-    commands += ("bootstrap", "preference", "eval")
+    commands += ("bootstrap", "preference", "eval", "launch")
     for command in commands:
         assert f"  {command} " in done.out
 

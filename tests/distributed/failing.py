@@ -8,8 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+from archon.checkpoint import native
 from archon.cli.app import exit_on_error
 from archon.engine.engine import ArchonEngine
+from archon.parallel.control_plane import ControlPlane
 from archon.rl import SFTTrainer
 from archon.schema.errors import DatasetError
 from archon.training.config import SFTConfig
@@ -30,13 +32,31 @@ def go_wrong(how: str) -> None:
         time.sleep(3600)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGTERM)
+    if how == "stop process":
+        stop_process()
+    if how == "stop process in a save":
+        native.kill_point = lambda _: stop_process()
+
+
+def stop_process() -> None:
+    """Stop this process and all its threads, and leave the time in a file."""
+    (Path(sys.argv[3]) / "stopped").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def main(how: str, rank: str, folder: str, timeout: str, steps: str = "2000") -> None:
     def probe(engine: ArchonEngine, step: int) -> tuple[dict[str, float], bool]:
         if step == STEP and os.environ["RANK"] == rank:
             go_wrong(how)
+        if step == STEP and how == "stop process in a push":
+            stop = stop_process if os.environ["RANK"] == rank else lambda: None
+            ControlPlane.with_long_timeout("pushes").run_on_all(stop)
         return {}, False
+
+    if how == "stop process at the start":
+        if os.environ["RANK"] == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        (Path(folder) / "joining").touch()
 
     config = SFTConfig.parse(
         {

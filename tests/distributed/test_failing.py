@@ -49,6 +49,12 @@ def fail(folder: Path, how: str) -> tuple[int, str]:
     return code, output
 
 
+def found(pattern: str, text: str) -> str:
+    """The first match of the pattern, or the pattern."""
+    match = re.search(pattern, text)
+    return match[0] if match else pattern
+
+
 def test_the_traceback_of_the_rank_that_raised_and_no_other(tmp_path: Path) -> None:
     code, output = fail(tmp_path, "raise")
     assert code == 1
@@ -62,8 +68,14 @@ def test_a_rank_that_is_killed_takes_the_others_with_it(tmp_path: Path) -> None:
     code, output = fail(tmp_path, "kill")
     assert code == 1
     assert "Signal 9 (SIGKILL)" in output  # torchrun's own report
-    assert output.count("archon: rank 0") == 1
-    assert "rank 1 (process" in output
+    failure_file = tmp_path / "run" / "failure.txt"
+    assert [line for line in output.splitlines() if line.startswith("archon:")] == [
+        found(r"archon: rank 1 \(process \d+ on \S+\) died; all ranks stop", output),
+        f"archon: full output: {failure_file}",
+        found(r"archon: to continue after step-0000000[123], start the same command with resume=true", output),
+    ]
+    assert output.count("Traceback") == 1, "torchrun's"
+    assert "archon: rank 0: a collective failed:\nTraceback" in failure_file.read_text()
 
 
 @pytest.mark.slow
@@ -75,6 +87,7 @@ def test_torchrun_starts_the_ranks_again_after_a_kill_and_they_resume(tmp_path: 
     assert code == 0, output
     assert "exitcode: -9" in output or "(exitcode: -9)" in output
     assert re.search(r"resuming after step \d", output), "the second start"
+    assert re.search(rf"archon: rank {rank} .*died; torchrun starts all ranks again \(full output: ", output)
     assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [*range(1, STEP + 3)]
 
 
@@ -92,6 +105,31 @@ def test_a_rank_that_is_stuck_ends_the_run_after_the_time_limit(tmp_path: Path) 
     code, output = fail(tmp_path, "hang")
     assert code == 1
     assert output.count("archon: rank 0: a collective failed: another rank ended, or came later than timeout_s") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("how", ["stop process", "stop process in a save", "stop process in a push"])
+def test_a_stopped_rank_ends_the_run_after_the_time_limit(tmp_path: Path, how: str, rank: str) -> None:
+    """Saves and pushes wait for 30 minutes, and torchrun for 30 s for a process that does not react to SIGTERM."""
+    make_inputs(tmp_path)
+    code, output, ended = torchrun("tests.distributed.failing", how, rank, str(tmp_path), str(TIMEOUT_SECONDS))
+    stopped_at = (tmp_path / "stopped").stat().st_mtime
+    assert code == 1
+    reason = "is stopped \\(SIGSTOP\\)|has not run for 8 s: it is stopped, or hangs"
+    assert re.search(rf"archon: rank {rank} \(process \d+ on \S+\) ({reason}); all ranks stop\n", output), output
+    assert output.count("archon: ") == 3
+    assert TIMEOUT_SECONDS / 2 < ended - stopped_at < TIMEOUT_SECONDS + 10, output
+
+
+@pytest.mark.slow
+def test_a_rank_stopped_while_it_starts_ends_the_others_after_the_time_limit(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    arguments = ("stop process at the start", "1", str(tmp_path), str(TIMEOUT_SECONDS))
+    code, output, ended = torchrun("tests.distributed.failing", *arguments)
+    assert code == 1
+    assert output.count("archon: process 0 of 2 cannot join the others within 8 s") == 1
+    assert ended - (tmp_path / "joining").stat().st_mtime < TIMEOUT_SECONDS + 10, output
 
 
 @pytest.mark.slow

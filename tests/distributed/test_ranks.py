@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +19,7 @@ from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, Metrics, loss_token_count
 from archon.parallel.control_plane import LONG_TIMEOUT_PREFIX, ControlPlane
-from archon.parallel.failure import FailureMonitor
+from archon.parallel.failure import FailureMonitor, end_stopped_children
 from archon.parallel.layout import parse_layout
 from archon.parallel.mesh import default_group
 from archon.parallel.torch_private import all_groups, set_time_limit, time_limit
@@ -205,6 +207,44 @@ def test_an_ended_rank_watches_no_more() -> None:
     failure.watch()
     failure.mark_done()
     assert "archon-failure" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_rank_that_does_not_run_is_lost_after_the_time_limit() -> None:
+    store = torch.distributed.HashStore()
+    failure = FailureMonitor(2, range(2, 3), store, size=3, limit_s=1.5)
+
+    def silent_after(seconds: float) -> int | None:
+        failure._polled -= seconds
+        return failure.silent_rank()
+
+    assert silent_after(9.0) is None, "rank 0 has not started"
+    store.set("alive/0", "1")
+    assert [silent_after(0.9) for _ in range(3)] == [None, None, 0]
+    store.set("alive/0", "2")
+    assert silent_after(0.9) is None, "it runs again"
+    assert silent_after(3600.0) is None, "this process was suspended too"
+    assert silent_after(0.9) == 0
+    store.set("done/0", "")
+    assert silent_after(0.9) is None, "it has ended"
+
+
+def test_only_stopped_ranks_of_the_run_are_killed() -> None:
+    """They cannot react to SIGTERM. Other stopped jobs of the same shell are the user's."""
+    processes = []
+    for run, number in (("run", signal.SIGSTOP), ("run", signal.SIGCONT), ("other", signal.SIGSTOP)):
+        processes.append(subprocess.Popen(["sleep", "60"], env=os.environ | {"TORCHELASTIC_RUN_ID": run, "RANK": "7"}))
+        os.kill(processes[-1].pid, number)
+    try:
+        for stopped in (processes[0], processes[2]):
+            os.waitpid(stopped.pid, os.WUNTRACED)
+        (name,) = end_stopped_children(os.getpid(), "run")
+        assert name.startswith(f"rank 7 (process {processes[0].pid} on ")
+        assert processes[0].wait(10) == -signal.SIGKILL
+        assert [process.poll() for process in processes[1:]] == [None, None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_tests_of_ranks_share_one_worker(request: pytest.FixtureRequest) -> None:
