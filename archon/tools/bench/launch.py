@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,24 @@ def run_ranks(request: PointRequest, ranks: int, threads: int, folder: Path) -> 
     launch = [*torchrun, "-m"] if ranks > 1 else []
     command = [sys.executable, "-m", *launch, "archon.tools.bench.rank_process", str(path)]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    stopped: list[str] = []
     with (folder / OUTPUT).open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         try:
-            process.wait(request.config.time_limit_s + GRACE_S)
+            process.wait(request.config.time_limit_s)
         except subprocess.TimeoutExpired:
-            pass
+            from archon.parallel.failure import end_stopped_children  # loads torch
+
+            stopped = end_stopped_children(process.pid)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
         finally:
             _terminate(process)
+    if stopped:
+        return (
+            "hung",
+            f"{' and '.join(stopped)} was stopped (SIGSTOP) for the rest of {request.config.time_limit_s:g} s",
+        )
     result = folder / RESULT
     if process.returncode == 0 and result.exists():
         return PointResult.model_validate_json(result.read_text())
@@ -63,10 +74,12 @@ def _terminate(process: subprocess.Popen[Any]) -> None:
 def failure_reason(folder: Path, code: int, limit: float) -> tuple[Status, str]:
     """Return the status and the reason of a failed point, from the files of its ranks in `folder`."""
     output = (folder / OUTPUT).read_text(errors="replace")
-    exit_codes = [int(number) for number in re.findall(r"exitcode\s*:\s*(-?\d+)", output)]
+    ends = re.findall(r"(?:rank\s*:\s*(\d+) \(local_rank: \d+\)\s*)?exitcode\s*:\s*(-?\d+)", output)
+    exit_codes = [int(number) for _, number in ends]
     # A rank killed by a signal is the cause of the errors on other ranks, which torchrun ends by SIGTERM.
-    if signals := [-number for number in exit_codes if number < 0 and number != -signal.SIGTERM]:
-        return _signal_failure(signals[0])
+    for rank, number in ends:
+        if int(number) < 0 and int(number) != -signal.SIGTERM:
+            return _signal_failure(-int(number), f"rank {rank}" if rank else "a rank")
     errors = [json.loads(path.read_text()) for path in sorted(folder.glob(ERROR.format("*")))]
     if errors:
         first = min(errors, key=lambda error: error["time"])
@@ -83,11 +96,11 @@ def failure_reason(folder: Path, code: int, limit: float) -> tuple[Status, str]:
     return "failed", one_line(f"exit code {code}: {lines[-1] if lines else 'no output'}")
 
 
-def _signal_failure(number: int) -> tuple[Status, str]:
+def _signal_failure(number: int, rank: str = "a rank") -> tuple[Status, str]:
     """Return the status and the reason for a rank that a signal ended."""
     if number == signal.SIGKILL:
-        return "out of memory", "a rank was killed by signal 9, most likely out of memory"
-    return "failed", f"a rank was ended by signal {number}"
+        return "out of memory", f"{rank} was killed by signal 9, most likely out of memory"
+    return "failed", f"{rank} was ended by signal {number}"
 
 
 def _status(kinds: list[str], message: str) -> Status:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.slow, pytest.mark.ti
 
 # Read by every Python that has its folder on the path: rank 1 of a point meets with what FAULT says.
 FAULT = """
-import os, time
+import os, signal, time
 if os.environ.get("RANK") == "1":
     import torch
     from archon.engine.engine import ArchonEngine
@@ -31,6 +31,8 @@ if os.environ.get("RANK") == "1":
             torch.empty(2**50)
         if os.environ["FAULT"] == "crash":
             os.abort()
+        if os.environ["FAULT"] == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1000)
     ArchonEngine.train_batch = train_batch
 """
@@ -91,8 +93,9 @@ def test_bytes_are_those_predicted(swept: BenchRecord, tmp_path: Path) -> None:
     ("fault", "seconds", "status", "reason"),
     [
         ("memory", 600.0, "out of memory", "can't allocate memory"),
-        ("crash", 600.0, "failed", "a rank was ended by signal 6"),
+        ("crash", 600.0, "failed", "rank 1 was ended by signal 6"),
         ("hang", 60.0, "hung", "still running after 60 s: rank"),
+        pytest.param("stop", 30.0, "hung", "was stopped (SIGSTOP) for the rest of 30 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_point_that_fails_becomes_a_row_and_the_next_is_measured(
