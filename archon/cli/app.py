@@ -35,6 +35,8 @@ from archon.cli import (
     serve,
     train,
 )
+from archon.schema.capacity import rank_limit_error
+from archon.schema.children import end_with_launcher, marked_environment
 from archon.schema.config import expand_path
 from archon.schema.errors import ConfigError, UserError
 from archon.schema.exhausted import resource_error_message
@@ -104,7 +106,8 @@ def _with_expanded_paths(command: Callable[..., None]) -> Callable[..., None]:
                 arguments[name] = expand_path(value)
             elif isinstance(value, tuple):
                 arguments[name] = tuple(map(expand_path, value))
-        command(**arguments)
+        with marked_environment(forks=True):  # user code and libraries start processes too
+            command(**arguments)
 
     return expanded
 
@@ -123,6 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             # File names and JSON strings may contain lone surrogates, which no encoding can write.
             stream.reconfigure(errors="backslashreplace")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _require_capacity()
+        end_with_launcher()  # torchrun, which may be killed
     with exit_on_error():
         # Import the user's rewards and workflows from the current folder, as `python -m archon` does.
         with suppress(FileNotFoundError):  # the current folder was removed
@@ -151,6 +157,15 @@ def shorten(message: str) -> str:
     """Cut long words and long messages: a rejected value may have thousands of characters."""
     message = re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda word: f"{word[0][: MAX_WORD // 2]}…", message)
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…"
+
+
+def _require_capacity() -> None:
+    """Exit if torchrun started more ranks than fit this machine, before they load PyTorch; rank 0 reports."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if ranks.isdecimal() and (error := rank_limit_error(int(ranks))):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"archon: {error}\n")
+        sys.exit(2)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from archon.cli.config import read_bootstrap, to_yaml
 from archon.schema.errors import ConfigError
+from archon.schema.private_directory import PrivateDirectory
 
 if TYPE_CHECKING:
     from archon.data.config import DatasetConfig
@@ -151,9 +151,9 @@ def blank_checkpoint(bootstrap: BootstrapConfig | None, path: str) -> Iterator[d
         return
     from archon.rl.bootstrap import write_blank
 
-    with tempfile.TemporaryDirectory() as folder:
-        write_blank(bootstrap, Path(folder))
-        yield {path: folder}
+    with PrivateDirectory("archon-config-") as folder:
+        write_blank(bootstrap, folder.path)
+        yield {path: str(folder.path)}
 
 
 def check_run_dir(path: str | Path, *, resume: bool) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 
 from archon.data.bad_rows import BadRows, Notes, Policy
 from archon.data.sources import SourceRow
+from archon.schema.children import end_with_parent, marked_environment
 from archon.schema.errors import DatasetError
 from archon.schema.files import open_regular
 
@@ -151,7 +152,10 @@ def encode_rows(
         if expected > _POOL_SECONDS and cores > 1 and parent_process() is None:
             try:
                 # Spawned: a fork of a process with threads (torch, tokenizers) may deadlock.
-                with ProcessPoolExecutor(cores, get_context("spawn"), _set_encoder, (encode_chunk,)) as pool:
+                with (
+                    marked_environment(),
+                    ProcessPoolExecutor(cores, get_context("spawn"), _set_encoder, (encode_chunk,)) as pool,
+                ):
                     for part in pool.map(_encode_in_worker, chunks):
                         parts.append(part)
                         advance(CHUNK)
@@ -187,6 +191,7 @@ _worker_encoder: Callable[[Sequence[SourceRow]], Chunk] | None = None
 
 def _set_encoder(encoder: Callable[[Sequence[SourceRow]], Chunk]) -> None:
     global _worker_encoder
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core
     _worker_encoder = encoder
 

@@ -10,6 +10,8 @@ import sys
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
 
+from archon.schema.children import end_with_parent, marked_environment
+
 PRELOADED_MODULES = ["archon.engine.engine", "torch.distributed.fsdp", "torch.distributed.tensor"]
 """Modules that the server imports when it starts."""
 
@@ -22,7 +24,8 @@ def forkserver_context() -> ForkServerContext:
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.curdir for entry in sys.path)
     try:
-        forkserver.ensure_running()
+        with marked_environment():
+            forkserver.ensure_running()
     finally:
         if path is None:
             del os.environ["PYTHONPATH"]
@@ -32,6 +35,7 @@ def forkserver_context() -> ForkServerContext:
 
 
 def replace_environment(environment: dict[str, str]) -> None:
-    """Replace the environment inherited from the server by `environment`."""
+    """Replace the environment inherited from the server by `environment`; end with the server."""
+    end_with_parent()
     os.environ.clear()
     os.environ.update(environment)

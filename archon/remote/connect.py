@@ -18,9 +18,9 @@ from archon.remote.dialects.sglang import SGLang
 from archon.remote.dialects.vllm import VLLM
 from archon.remote.engine import RemoteEngine, spaced_token_ids
 from archon.remote.http import Http, ServerError
-from archon.remote.private_directory import PrivateDirectory
 from archon.remote.server import RemoteServer
 from archon.schema.errors import ConfigError
+from archon.schema.private_directory import PrivateDirectory
 from archon.schema.urls import require_http_url
 
 DIALECTS: tuple[type[Dialect], ...] = (VLLM, Archon, SGLang)
@@ -133,7 +133,7 @@ def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, PrivateDirec
             "rollout.push.folder is null, but a server is on another machine; set a folder with the same path on the "
             "trainer and the servers"
         )
-    private = PrivateDirectory(SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+    private = PrivateDirectory("archon-pushes-", SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
     return private.path, private
 
 

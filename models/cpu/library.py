@@ -13,10 +13,12 @@ import os
 import platform
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from archon.schema.children import child_environment
+from archon.schema.private_directory import PrivateDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,9 @@ def kernel(name: str) -> Callable[..., int]:
 def _library() -> Path:
     """Return the path of the library for this source, compiler and processor; build it if it is missing."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS, env=child_environment()
+    ).stdout
     if b"clang" in version:
         raise OSError("clang brings a second OpenMP, and its threads compete with torch's; set CC to a gcc")
     inputs = [
@@ -88,10 +92,10 @@ def _library() -> Path:
     library = folder / f"{SOURCE.stem}-{hashlib.sha256(b'|'.join(inputs)).hexdigest()[:16]}.so"
     if not _is_complete(library):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / library.name
+        with PrivateDirectory("build-", folder) as scratch:
+            built = scratch.path / library.name
             command = [*compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
-            subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
+            subprocess.run(command, capture_output=True, check=True, timeout=SECONDS, env=child_environment())
             with built.open("ab") as file:
                 file.write(_digest(built.read_bytes()))  # loaders ignore trailing bytes
                 file.flush()

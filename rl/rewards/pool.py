@@ -20,7 +20,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -34,7 +33,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from archon.rl.rewards.result import Reward, RewardCrashed, RewardFailure, RewardInvalid, RewardRaised, RewardTimeout
-from archon.rl.rewards.worker import LENGTH, MARK, MAX_REPLY_BYTES
+from archon.rl.rewards.worker import LENGTH, MAX_REPLY_BYTES
+from archon.schema.children import start_child
 from archon.schema.errors import RewardError
 
 Item = TypeVar("Item")
@@ -359,13 +359,12 @@ class WorkerPool:
                 output, printed = os.pipe()
                 own_ends.callback(os.close, output)
                 worker_ends.callback(os.close, printed)
-                process = subprocess.Popen(
+                process = start_child(
                     [sys.executable, "-c", _BOOTSTRAP, str(worker_end.fileno()), str(self._owner), *sys.path],
                     stdin=subprocess.DEVNULL,
                     stdout=printed,  # a reward prints to standard error
                     stderr=printed,
                     pass_fds=(worker_end.fileno(),),
-                    env={**os.environ, MARK: secrets.token_hex(16)},
                     start_new_session=True,  # Ctrl-C reaches only the trainer, and a kill includes children
                 )
             except OSError as error:

@@ -4,8 +4,8 @@
 back. The trainer never unpickles data from a reward.
 
 A call must not affect later calls of its process. `ProcessState` undoes the changes that it can, and a child that a
-reward forks ends where its copy of the call returns. A guard process outlives the worker by moments, however it ends,
-and kills the processes that the reward left.
+reward forks ends where its copy of the call returns. When the worker ends, `archon.schema.children` kills the processes
+that its rewards left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import pickle
-import select
 import signal
 import struct
 import sys
@@ -26,13 +25,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from archon.rl.rewards.result import RewardInvalid, as_reward
+from archon.schema.children import end_with_parent
 
 LENGTH = struct.Struct(">I")
-MARK = "ARCHON_REWARD_WORKER"  # environment variable that a worker and all its descendants have
 MAX_REPLY_BYTES = 1 << 20  # as_reward's largest result takes a quarter: 256 parts with names of 200 characters
 _MAX_TRACEBACK = 8000  # characters, from its end
 _MAX_MESSAGE = 2000  # characters of an exception
-_SWEEP_SECONDS = 10.0  # limit for killing processes that keep starting others
 # Saved here, because a reward may replace functions of these modules.
 _dumps, _perf_counter, _getpid = json.dumps, time.perf_counter, os.getpid
 
@@ -43,8 +41,7 @@ def main(descriptor: int, parent: int) -> None:
     """Run until the parent closes the socket `descriptor`. `parent` is the parent's process id."""
     global in_worker
     in_worker = True
-    _exit_with_parent(parent)
-    _start_guard()
+    end_with_parent(parent)
     with contextlib.suppress(OSError):  # short of memory, the kernel kills a reward, not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
     os.set_inheritable(descriptor, False)
@@ -63,62 +60,6 @@ def main(descriptor: int, parent: int) -> None:
                 os._exit(0)  # a child that the reward forked: its parent replies
             state.restore()
             _reply(descriptor, result)
-
-
-def _exit_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies, even during a call that never returns."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)
-
-
-def _start_guard() -> None:
-    """Fork a process that waits for this one's end, and then kills every process with the same `MARK`.
-
-    A kill of the process group does not reach a child in a session of its own, nor any child if the trainer is killed.
-    The guard is no child of this process: a reward may wait for all its children.
-    """
-    mark = os.environ.get(MARK)
-    if sys.platform != "linux" or mark is None:
-        return
-    try:
-        ended = os.pidfd_open(os.getpid())
-    except OSError:
-        return  # Linux before 5.3
-    if child := os.fork():
-        os.waitpid(child, 0)
-        os.close(ended)
-        return
-    try:
-        os.setsid()  # a kill of the worker's group must not include the guard
-        if os.fork():
-            return
-        # The pool waits for the end of the worker's socket: close this process's copy.
-        os.closerange(0, ended)
-        os.closerange(ended + 1, os.sysconf("SC_OPEN_MAX"))
-        select.select([ended], [], [])
-        _kill_marked(f"{MARK}={mark}".encode())
-    finally:
-        os._exit(0)
-
-
-def _kill_marked(mark: bytes) -> None:
-    """Kill all other processes that were started with `mark` in their environment, until none is left."""
-    deadline = time.monotonic() + _SWEEP_SECONDS
-    found = True
-    while found and time.monotonic() < deadline:
-        found = False
-        for name in filter(str.isdecimal, os.listdir("/proc")):
-            if int(name) == os.getpid():
-                continue
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if mark in Path("/proc", name, "environ").read_bytes().split(b"\0"):
-                    os.kill(int(name), signal.SIGKILL)
-                    found = True
 
 
 def _current_folder() -> str:

@@ -7,8 +7,9 @@ import json
 import math
 import os
 import secrets
+import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from archon.rl.rewards.result import RewardFailure, RewardInvalid
 from archon.rl.trajectories import add_temperatures, trajectory_tensors
 from archon.rl.workflows.agent_runs import Agent, AgentFailure, make_runs
 from archon.rl.workflows.base import SamplingWorkflow
+from archon.schema.children import child_environment, kill_group_after
 from archon.schema.errors import ConfigError, RolloutError
 from archon.schema.lazy import import_dotted
 from archon.serve.sessions import ExportStyle, InvalidRewardError, Session, Trajectory
@@ -50,18 +52,22 @@ class ProcessAgent:
 
     async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, **extra_kwargs: Any) -> Any:
         """Return the printed reward; raise `RolloutError` if the command fails or prints none."""
+        group = secrets.token_hex(16)
         process = await asyncio.create_subprocess_exec(
             *self.command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
+            start_new_session=True,  # a kill includes the command's children
+            env={**child_environment(group), "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
         )
+        kill_group_after(process.pid, group)
         try:
             out, err = await process.communicate(json.dumps(data).encode())
         finally:
             if process.returncode is None:
-                process.kill()
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         errors = err.decode(errors="replace").strip()[-2000:]
         if process.returncode:

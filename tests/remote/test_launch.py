@@ -19,7 +19,7 @@ import yaml
 from archon.remote import supervisor
 from archon.remote.config import LaunchConfig
 from archon.remote.http import KEY, Http
-from archon.remote.launchers.base import Command, command
+from archon.remote.launchers.base import Command, LocalHandle, command
 from archon.remote.launchers.launch import LaunchedServers
 from archon.remote.launchers.slurm import SlurmHandle, script
 from archon.rl import RLTrainer
@@ -55,30 +55,63 @@ def wait_for(condition: Callable[[], Any], seconds: float = 30) -> Any:
     return found
 
 
+def server_with_a_child(folder: Path, *, deaf: bool) -> list[str]:
+    """A command that writes its process id and its child's; a deaf one ignores SIGTERM as if it were wedged."""
+    trap = "trap '' TERM; " if deaf else ""
+    return ["bash", "-c", f"{trap}setsid sleep 1000 & echo $$ $! > {folder}/new; mv {folder}/new {folder}/pids; wait"]
+
+
+def pids_of_server(folder: Path) -> list[int]:
+    wait_for((folder / "pids").exists)
+    return [int(pid) for pid in (folder / "pids").read_text().split()]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
-@pytest.mark.parametrize("victim", ["trainer", "supervisor"])
-def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path, number: int, victim: str) -> None:
-    """The server, which once ignores SIGTERM as if it were wedged, and its own child."""
-    deaf = "trap '' TERM; " if (victim, number) == ("trainer", signal.SIGKILL) else ""
-    server = f"{deaf}sleep 1000 & echo $$ $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pids; wait"
-    kept = [sys.executable, supervisor.__file__, "--", "bash", "-c", server]
-    trainer = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); "
-    trainer += "print(p.pid, flush=True); time.sleep(1000)"
+def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path, number: int) -> None:
+    """The server, and its child in another session."""
+    trainer = (
+        "import sys, time, pathlib; from archon.remote.launchers.base import Command, LocalHandle\n"
+        "LocalHandle('server-0', Command(sys.argv[2:], {}), pathlib.Path(sys.argv[1])).start(); time.sleep(1000)\n"
+    )
+    command = server_with_a_child(tmp_path, deaf=number == signal.SIGKILL)
+    process = subprocess.Popen([sys.executable, "-c", trainer, str(tmp_path), *command], cwd=ROOT)
     pids: list[int] = []
-    process = subprocess.Popen([sys.executable, "-c", trainer, *kept], stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
-        supervisor_pid = int(process.stdout.readline())
-        wait_for((tmp_path / "pids").exists)
-        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        # A server dies with its keeper (PR_SET_PDEATHSIG); what it started itself is then its own affair.
-        ending = pids[:1] if (victim, number) == ("supervisor", signal.SIGKILL) else pids
-        os.kill(supervisor_pid if victim == "supervisor" else process.pid, number)
-        wait_for(lambda: not any(map(is_alive, ending)))
+        pids = pids_of_server(tmp_path)
+        process.send_signal(number)
+        wait_for(lambda: not any(map(is_alive, pids)))
     finally:
         for pid in filter(is_alive, [process.pid, *pids]):
             os.kill(pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()
+
+
+def test_children_of_a_server_that_is_killed_end_with_it(tmp_path: Path) -> None:
+    handle = LocalHandle("server-0", Command(server_with_a_child(tmp_path, deaf=False), {}), tmp_path)
+    handle.start()
+    server, child = pids_of_server(tmp_path)
+    os.kill(server, signal.SIGKILL)
+    wait_for(lambda: not is_alive(child))
+    assert str(handle.exit_message()).startswith("server-0 ended with status 137; ")
+    handle.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
+def test_a_server_of_slurm_ends_with_its_supervisor(tmp_path: Path, number: int) -> None:
+    (tmp_path / "heartbeat").touch()
+    options = ["--heartbeat", str(tmp_path / "heartbeat"), "100", "--"]
+    command = ["bash", "-c", f"sleep 1000 & echo $$ $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pids; wait"]
+    process = subprocess.Popen([sys.executable, supervisor.__file__, *options, *command])
+    pids: list[int] = []
+    try:
+        pids = pids_of_server(tmp_path)
+        process.send_signal(number)
+        # A server dies with its supervisor (PR_SET_PDEATHSIG); Slurm kills its children when the job ends.
+        wait_for(lambda: not any(map(is_alive, pids[:1] if number == signal.SIGKILL else pids)))
+        process.wait(SOON_SECONDS)
+    finally:
+        for pid in filter(is_alive, [process.pid, *pids]):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_local_servers_come_up_and_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +123,9 @@ def test_local_servers_come_up_and_end(tmp_path: Path, capsys: pytest.CaptureFix
     assert "launched 2 archon servers" in capsys.readouterr().out
 
 
-def test_a_server_that_does_not_come_up_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_server_that_does_not_come_up_is_one_clear_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing = Command(["bash", "-c", "echo out of memory; exit 3"], {})
     launched = LaunchedServers(CONFIG, failing, tmp_path)
     with pytest.raises(ConfigError, match=r"server-\d ended with status 3; the end of .*log:\nout of memory"):
@@ -98,7 +133,15 @@ def test_a_server_that_does_not_come_up_is_one_clear_error_and_leaves_nothing(tm
     silent = LaunchedServers(LaunchConfig(seconds=0.5), Command(["sleep", "1000"], {}), tmp_path / "silent")
     with pytest.raises(ConfigError, match=r"server-0 did not listen at http://127.0.0.1:\d+ within 0.5 s"):
         silent.open()
-    assert all(handle.exit_message() is None for handle in [*launched.handles, *silent.handles]), "none is left"
+    missing = LaunchedServers(CONFIG, Command(["no-such-program"], {}), tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"cannot start server-\d \(no-such-program\): .*No such file"):
+        missing.open()
+    many = LaunchedServers(LaunchConfig(count=1024), WEB, tmp_path / "many")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with pytest.raises(ConfigError, match=r"count: 1024 servers do not fit this machine, which runs at most \d+: 8 on"):
+        many.open()
+    handles = [*launched.handles, *silent.handles, *missing.handles, *many.handles]
+    assert all(handle.exit_message() is None for handle in handles), "none is left"
 
 
 def test_each_engine_is_started_so_that_it_takes_pushes(tmp_path: Path) -> None:
@@ -247,8 +290,7 @@ def test_a_run_on_launched_servers_survives_the_death_of_one(
         served = [int(pid) for pid in found.stdout.split()]
         assert served
         for pid in served:
-            if "supervisor" not in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         wait_for(lambda: engine.servers[0].failure is not None)
         steps.append(trainer.train_step())
         wait_for(lambda: engine.servers[0].failure is None, 120)

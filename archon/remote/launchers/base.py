@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import archon
-from archon.remote import supervisor
 from archon.remote.config import LaunchConfig
 from archon.remote.http import KEY
+from archon.schema.children import start_child
+from archon.schema.errors import ConfigError
+from archon.schema.keeper import GRACE_SECONDS
 
 LOG_BYTES = 4000
 END_SECONDS = 30.0
@@ -119,57 +123,54 @@ class ServerHandle(ABC):
 
 
 class LocalHandle(ServerHandle):
-    """A server process on this machine. Its supervisor stops it when this process ends, also after a kill.
+    """A server process on this machine. It and its child processes end with this process, also after a kill.
 
     Args:
         name: name in logs.
         command: command of the server.
         folder: folder of its log.
         host: local address on which it listens.
-        detached: the supervisor is no child of this process, which may be killed together with its children.
     """
 
-    def __init__(
-        self, name: str, command: Command, folder: Path, host: str = "127.0.0.1", *, detached: bool = False
-    ) -> None:
+    def __init__(self, name: str, command: Command, folder: Path, host: str = "127.0.0.1") -> None:
         super().__init__(name)
-        self.command, self.folder, self.host, self.detached = command, folder, host, detached
+        self.command, self.folder, self.host = command, folder, host
         self._log = folder / f"{name}.log"
-        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
 
     def _start(self) -> None:
         port = self.url.rpartition(":")[2] or str(_free_port(self.host))
         self.url = f"http://{self.host}:{port}"
-        options = ["--detached"] if self.detached else []
-        program = [sys.executable, supervisor.__file__, *options, "--", *self.command.argv(self.host, port)]
         with self._log.open("ab") as log:
-            self._supervisor = subprocess.Popen(
-                program,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | self.command.environment,
-                start_new_session=True,  # only the trainer handles Ctrl-C
-            )
+            try:
+                self._server = start_child(
+                    self.command.argv(self.host, port),
+                    self.command.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # only the trainer handles Ctrl-C
+                )
+            except OSError as error:
+                raise ConfigError(f"cannot start {self.name} ({self.command.arguments[0]}): {error}") from None
 
     def exit_message(self) -> str | None:
         """Return how the process ended; None while it runs."""
-        if self._supervisor is None or (code := self._supervisor.poll()) is None:
+        if self._server is None or (code := self._server.poll()) is None:
             return None
-        return f"{self.name} ended with status {code}; the end of {self._log}:\n{log_tail(self._log)}"
+        status = code if code >= 0 else 128 - code
+        return f"{self.name} ended with status {status}; the end of {self._log}:\n{log_tail(self._log)}"
 
     def stop(self) -> None:
-        """Stop the server through its supervisor."""
-        if self._supervisor is None:
-            return
-        assert self._supervisor.stdin is not None
-        self._supervisor.stdin.close()
-        try:
-            self._supervisor.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            self._supervisor.wait()
-        self._supervisor = None
+        """Stop the server's process group by SIGTERM, then by SIGKILL."""
+        server, self._server = self._server, None
+        if server is None or server.poll() is not None:
+            return  # the keeper of `archon.schema.children` has killed its children
+        for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, END_SECONDS)):
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(seconds)
 
 
 def log_tail(path: Path) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 
 from archon.remote.config import LaunchConfig, PushConfig
 from archon.remote.connect import SHARED_MEMORY
@@ -18,6 +18,7 @@ from archon.remote.launchers.base import Command, LocalHandle, ServerHandle, sto
 from archon.remote.launchers.ray_servers import RayHandle
 from archon.remote.launchers.slurm import SlurmHandle
 from archon.remote.server import RemoteServer
+from archon.schema.capacity import rank_limit_error
 from archon.schema.errors import ConfigError, RolloutError, UserError
 
 WATCH_SECONDS = 1.0
@@ -26,7 +27,7 @@ WATCH_SECONDS = 1.0
 def push_root(push: PushConfig) -> Path:
     """Return the parent folder of pushes; create a configured folder."""
     if push.folder is None:
-        return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(TemporaryDirectory().name).parent
+        return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(gettempdir())
     folder = Path(push.folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -58,8 +59,11 @@ class LaunchedServers:
         """Start all servers, wait until each accepts connections, and return their URLs.
 
         Raises:
-            ConfigError: a server does not start; the message has the end of its log, and all servers are stopped.
+            ConfigError: a server does not start; the message has the end of its log, and all servers are stopped. Or
+                this machine cannot run as many; no server starts.
         """
+        if self.config.launcher == "local" and (error := rank_limit_error(self.config.count, "servers")):
+            raise ConfigError(f"rollout.launch.count: {error}")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.handles = [self._handle(f"server-{number}") for number in range(self.config.count)]
         try:

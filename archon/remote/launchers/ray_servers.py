@@ -17,14 +17,14 @@ _SETTING = "rollout.launch.launcher"
 
 
 class ServerActor:
-    """Actor that runs one server on its node. Ray stops the actor with the trainer; its supervisor stops the server.
+    """Actor that runs one server on its node. Ray stops the actor with the trainer, and the server ends with the actor.
 
     The actor needs several threads, because `wait` blocks until the server ends.
     """
 
     def __init__(self, name: str, command: Command, folder: Path) -> None:
         address = importlib.import_module("ray.util").get_node_ip_address()
-        self._server = LocalHandle(name, command, folder, host=address, detached=True)
+        self._server = LocalHandle(name, command, folder, host=address)
 
     def start(self) -> str:
         """Start the server and return its URL."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from archon.remote import supervisor
 from archon.remote.http import KEY
 from archon.remote.launchers.base import Command, ServerHandle, log_tail
+from archon.schema.children import child_environment
 from archon.schema.errors import ConfigError
 
 COMMAND_SECONDS = 60.0
@@ -126,7 +126,7 @@ def _run(command: list[str], environment: dict[str, str], *, allow_failure: bool
     """Return the output of a Slurm command; empty if it fails and `allow_failure` is set."""
     try:
         done = subprocess.run(
-            command, env=os.environ | environment, capture_output=True, text=True, timeout=COMMAND_SECONDS
+            command, env=child_environment() | environment, capture_output=True, text=True, timeout=COMMAND_SECONDS
         )
     except FileNotFoundError:
         raise ConfigError(f"rollout.launch.launcher is slurm, but {command[0]} is not on PATH") from None

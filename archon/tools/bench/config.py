@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from archon.checkpoint.hub import model_folder
+from archon.schema.capacity import rank_limit_error
 from archon.schema.config import (
     EXPANDED,
     MAX_SECONDS,
@@ -130,12 +131,20 @@ class SweepConfig(StrictModel):
 
     def error(self, point: Point) -> str:
         """Return the reason that a point cannot be measured, or an empty string if none is known in advance."""
-        from archon.engine.build import resolve_device
+        import torch
 
+        from archon.engine.build import resolve_device
+        from archon.parallel.layout import parse_layout
+
+        ranks = parse_layout(point.layout).world_size
+        if reason := rank_limit_error(ranks):
+            return f"layout {point.layout}: {reason}"
         try:
-            resolve_device(self.engine_config(point).device)
+            device = resolve_device(self.engine_config(point).device)
         except UserError as error:
             return str(error)
+        if device.type == "cuda" and ranks > (gpus := torch.cuda.device_count()):
+            return f"layout {point.layout} needs {ranks} GPUs, one a rank, and this machine has {gpus}"
         longest = max(point.shape.lengths)
         if longest <= point.micro_batch:
             return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from archon.schema.children import start_child
 from archon.tools.bench.bench_record import PointRequest, PointResult, Status
 from archon.tools.bench.rank_process import ERROR, RESULT, STACKS
 
@@ -33,12 +33,13 @@ def run_ranks(request: PointRequest, ranks: int, threads: int, folder: Path) -> 
     path = folder / "request.json"
     path.write_text(request.model_dump_json())
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--monitor-interval", "0.2"]
+    torchrun += ["--log-dir", str(folder)]  # its own folder of temporary files would outlive a kill
     launch = [*torchrun, "-m"] if ranks > 1 else []
     command = [sys.executable, "-m", *launch, "archon.tools.bench.rank_process", str(path)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     stopped: list[str] = []
     with (folder / OUTPUT).open("w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        process = start_child(command, environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         try:
             process.wait(request.config.time_limit_s)
         except subprocess.TimeoutExpired:

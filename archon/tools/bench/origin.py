@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
+from archon.schema.children import child_environment
 from archon.schema.config import StrictModel
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,7 +112,9 @@ def commit() -> str:
         return os.environ.get("ARCHON_COMMIT", "unknown")
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, env=child_environment()
+        ).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *EXCLUDED_PATHS)
     return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
@@ -137,6 +140,6 @@ def machine() -> Machine:
     gpus: list[str] = []
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     with suppress(FileNotFoundError):
-        listed = subprocess.run(query, capture_output=True, text=True)
+        listed = subprocess.run(query, capture_output=True, text=True, env=child_environment())
         gpus = listed.stdout.strip().splitlines() if listed.returncode == 0 else []
     return Machine(cpu=cpu, cores=len(os.sched_getaffinity(0)), memory_bytes=pages * size, gpus=gpus)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from archon.models.layers.head import LMHead
 from archon.parallel.phase import phase_listener
 from archon.parallel.torch_private import wrap_waits
+from archon.schema.private_directory import PrivateDirectory
 from archon.tools.bench.partition import LABEL, STEP, Profile, read_profile
 
 # Kinds of collectives by c10d's `OpType`, the only information of a wait.
@@ -49,8 +48,8 @@ def profile_step(step: Callable[[], Any], model: nn.Module, device: torch.device
         with phase_label(STEP):
             step()
         seconds = time.perf_counter() - start
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
+    with PrivateDirectory("archon-trace-") as folder:
+        path = folder.path / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     return read_profile(trace, on_gpu), seconds

@@ -14,6 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
+from archon.schema.children import end_with_parent
 from archon.tools.bench.bench_record import PointRequest
 
 STACKS, ERROR, RESULT = "rank{}.stack", "rank{}.error.json", "result.json"
@@ -21,6 +22,7 @@ STACKS, ERROR, RESULT = "rank{}.stack", "rank{}.error.json", "result.json"
 
 def main(path: Path) -> None:
     """Measure the point of the request in `path`."""
+    end_with_parent()
     rank, folder = os.environ.get("RANK", "0"), path.parent
     request = PointRequest.model_validate_json(path.read_text())
     stacks = (folder / STACKS.format(rank)).open("w")

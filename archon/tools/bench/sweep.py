@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from archon.schema.config import require_output
+from archon.schema.private_directory import PrivateDirectory
 from archon.tools.bench.bench_record import BenchRecord, BenchRow, Losses, Measurement, PointRequest
 from archon.tools.bench.config import Point, SweepConfig
 from archon.tools.bench.launch import one_line, run_ranks
@@ -67,8 +67,8 @@ def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] |
         return BenchRow(point=point, status="refused", reason=one_line(reason))
     request = PointRequest(config=config, point=point, reference=reference)
     threads = config.threads or max(1, machine().cores // ranks)
-    with tempfile.TemporaryDirectory(prefix="archon-bench-") as folder:
-        result = run_ranks(request, ranks, threads, Path(folder))
+    with PrivateDirectory("archon-bench-") as folder:
+        result = run_ranks(request, ranks, threads, folder.path)
     if isinstance(result, tuple):
         return BenchRow(point=point, status=result[0], reason=result[1])
     notes = _notes(result.measurement)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from archon.models import BaseStateDictAdapter
 from archon.schema.errors import ConfigError, UserError
+from archon.schema.private_directory import PrivateDirectory
 from archon.tools.check.decoding import check_decoding
 from archon.tools.check.family import CheckedFamily
 from archon.tools.check.isolation import check_forks, check_isolation, check_shared_prefixes
@@ -134,14 +133,14 @@ def _join_by_error(lines: Sequence[str]) -> str:
 def _round_trip(family: CheckedFamily, full: bool) -> str:
     tensors = 0
     for seed in DEFAULT_SEEDS if full else SLOW_TEST_SEEDS:
-        with tempfile.TemporaryDirectory() as folder:
+        with PrivateDirectory("archon-check-") as folder:
             if family.reference is None:
-                tensors += native_round_trip(seed, family.model_type, Path(folder))
+                tensors += native_round_trip(seed, family.model_type, folder.path)
             else:
-                tensors += round_trip(seed, family.model_type, Path(folder), family.reference)
+                tensors += round_trip(seed, family.model_type, folder.path, family.reference)
     if family.spec.state_dict_adapter_class.from_hf is not BaseStateDictAdapter.from_hf:
-        with tempfile.TemporaryDirectory() as folder:
-            tensors += native_round_trip(0, family.model_type, Path(folder), **TWO_DIGITS)
+        with PrivateDirectory("archon-check-") as folder:
+            tensors += native_round_trip(0, family.model_type, folder.path, **TWO_DIGITS)
     names = "archon's own files" if family.reference is None else "transformers' names and files"
     return f"{tensors} tensors bitwise, {names}"
 
@@ -168,8 +167,8 @@ def _generation(family: CheckedFamily, full: bool) -> str:
 def _layouts(family: CheckedFamily, full: bool) -> str:
     text = ""
     for tied in (False, True) if full else (False,):
-        with tempfile.TemporaryDirectory() as folder:
-            text = describe_layouts(check_layouts(family, Path(folder), tied=tied))
+        with PrivateDirectory("archon-check-") as folder:
+            text = describe_layouts(check_layouts(family, folder.path, tied=tied))
     return text
 
 

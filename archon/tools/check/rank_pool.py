@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from archon.engine.forkserver import forkserver_context, replace_environment
+from archon.schema.capacity import require_rank_capacity
+from archon.schema.private_directory import PrivateDirectory
 
 START_SECONDS = 120.0
 CASE_SECONDS = 240.0
@@ -40,9 +41,10 @@ class Pool:
     """
 
     def __init__(self, size: int) -> None:
+        require_rank_capacity(size)
         self.size = size
         self._ranks: list[tuple[Any, Connection]] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="archon-ranks-")
+        self._folder = PrivateDirectory("archon-ranks-")
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = CASE_SECONDS) -> list[Any]:
         """Call `function(*args)` on every rank; return the results in rank order.
@@ -79,7 +81,7 @@ class Pool:
             raise RankError("\n".join(str(text) for _, text in ready.values()))
 
     def _trace(self, rank: int) -> str:
-        return str(Path(self._folder.name) / f"rank{rank}.txt")
+        return str(self._folder.path / f"rank{rank}.txt")
 
     def _collect(self, timeout: float) -> dict[int, tuple[bool, Any]]:
         """Return (success, result or traceback) of each rank; after a failure, wait only 5 seconds for the others."""

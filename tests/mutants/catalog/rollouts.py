@@ -173,9 +173,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "children of a reward outlive its worker",
-        "rl/rewards/worker.py",
-        "    _start_guard()\n    with contextlib",
-        "    with contextlib",
+        "archon/schema/children.py",
+        "    kill_group_after(child.pid, group)\n",
+        "",
         ("tests/rl/rewards/test_hostile.py",),
     ),
     Mutant(

@@ -17,7 +17,6 @@ import pytest
 
 from archon.rl.rewards import AsyncRewardWrapper, RewardCrashed, RewardInvalid, RewardRaised, RewardTimeout, in_process
 from archon.rl.rewards.pool import MAX_OUTPUT_BYTES
-from archon.rl.rewards.worker import MARK
 from tests.rl.rewards import hostile
 from tests.tolerances import SOON_SECONDS
 
@@ -86,7 +85,9 @@ async def test_what_a_call_prints_is_bounded(capfd: pytest.CaptureFixture[str]) 
 async def test_children_in_sessions_of_their_own_end_with_the_worker() -> None:
     with AsyncRewardWrapper(hostile.obey, timeout_seconds=10, max_workers=1) as reward:
         assert await reward("prompt", "start children", [], []) == 9.0
-        (worker,) = [child for child in psutil.Process().children() if MARK in child.environ()]
+        (worker,) = [
+            child for child in psutil.Process().children() if "archon.rl.rewards.worker" in str(child.cmdline())
+        ]
         children = [child for child in worker.children() if child.name() == "sleep"]
         assert len(children) == 50
     _wait_for_the_end(children)
@@ -117,7 +118,9 @@ def test_children_end_when_the_trainer_is_killed(tmp_path: Path) -> None:
 def test_a_worker_is_killed_before_the_trainer_when_memory_is_short() -> None:
     with AsyncRewardWrapper(hostile.obey, max_workers=1) as reward:
         asyncio.run(reward("prompt", "1.0", [], []))
-        (worker,) = [child for child in psutil.Process().children() if MARK in child.environ()]
+        (worker,) = [
+            child for child in psutil.Process().children() if "archon.rl.rewards.worker" in str(child.cmdline())
+        ]
         assert Path("/proc", str(worker.pid), "oom_score_adj").read_text() == "1000\n"
 
 
