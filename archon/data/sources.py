@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, AnyStr, BinaryIO, NamedTuple, cast, overload
 
 from archon.checkpoint.hub import hub_snapshot, is_reachable, parse_hub_id
+from archon.schema.capacity import memory_bytes
 from archon.schema.errors import DatasetError, describe_error
 from archon.schema.files import JSON_BYTES, open_regular, read_limited, shown_path
 from archon.schema.lazy import import_dotted
@@ -237,7 +238,7 @@ class _Budget:
 
     def __init__(self, path: Path) -> None:
         self.path, self.n_bytes = path, 0
-        self.limit = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        self.limit = int(MEMORY_SHARE * memory_bytes())
 
     def add(self, n_bytes: int, n_rows: int = 1) -> None:
         self.n_bytes += n_bytes + n_rows * _ROW_OVERHEAD

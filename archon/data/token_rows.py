@@ -25,6 +25,7 @@ import numpy as np
 
 from archon.data.bad_rows import BadRows, Notes, Policy
 from archon.data.sources import SourceRow
+from archon.schema.capacity import cores
 from archon.schema.children import end_with_parent, marked_environment
 from archon.schema.errors import DatasetError
 from archon.schema.files import open_regular
@@ -148,13 +149,13 @@ def encode_rows(
     chunks = [source[at : at + CHUNK] for at in range(CHUNK, len(source), CHUNK)]
     with _progress(title, len(source), expected) as advance:
         advance(CHUNK)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if expected > _POOL_SECONDS and cores > 1 and parent_process() is None:
+        workers = int(cores())
+        if expected > _POOL_SECONDS and workers > 1 and parent_process() is None:
             try:
                 # Spawned: a fork of a process with threads (torch, tokenizers) may deadlock.
                 with (
                     marked_environment(),
-                    ProcessPoolExecutor(cores, get_context("spawn"), _set_encoder, (encode_chunk,)) as pool,
+                    ProcessPoolExecutor(workers, get_context("spawn"), _set_encoder, (encode_chunk,)) as pool,
                 ):
                     for part in pool.map(_encode_in_worker, chunks):
                         parts.append(part)

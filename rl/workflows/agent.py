@@ -41,7 +41,8 @@ class ProcessAgent:
     """Agent that runs a command per episode, with `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment.
 
     The command reads the row as JSON from standard input. Its last printed line is the reward: a JSON number, or an
-    object of rewards by completion id. A failing command costs its sample, and is killed at the time limit.
+    object of rewards by completion id. A failing command costs its sample, and is killed at the time limit. Its
+    child processes end with it.
 
     Args:
         command: the program and its arguments.

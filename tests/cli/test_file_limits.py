@@ -15,6 +15,7 @@ from archon.data import sources
 from archon.data.images import open_image
 from archon.data.sources import local_files, read_rows
 from archon.schema import files
+from archon.schema.capacity import memory_bytes
 from archon.schema.errors import ConfigError, DatasetError, ImageError, UserError
 from archon.schema.yaml_files import read_yaml
 from archon.training.config import SFTConfig
@@ -149,7 +150,7 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
     file = tmp_path / "bomb.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"a": 0}\n' * 500_000))
     assert file.stat().st_size < 20_000
-    monkeypatch.setattr(sources, "MEMORY_SHARE", 2**20 / os.sysconf("SC_PAGE_SIZE") / os.sysconf("SC_PHYS_PAGES"))
+    monkeypatch.setattr(sources, "MEMORY_SHARE", 2**20 / memory_bytes())
     with pytest.raises(DatasetError, match=r"bomb.jsonl.gz: its rows take more than 1,048,57\d bytes"):
         read_rows(file)
 
@@ -161,7 +162,7 @@ def test_a_table_has_a_limit_of_columns_and_of_memory(tmp_path, monkeypatch, suf
 
     table, file = pa.table({f"c{n}": ["x"] * 3000 for n in range(20)}), tmp_path / f"rows.{suffix}"
     parquet.write_table(table, file) if suffix == "parquet" else feather.write_feather(table, str(file))
-    monkeypatch.setattr(sources, "MEMORY_SHARE", 2**18 / os.sysconf("SC_PAGE_SIZE") / os.sysconf("SC_PHYS_PAGES"))
+    monkeypatch.setattr(sources, "MEMORY_SHARE", 2**18 / memory_bytes())
     with pytest.raises(DatasetError, match=r"its rows take more than 262,14\d bytes"):
         read_rows(file)
     monkeypatch.setattr(sources, "ROW_COLUMNS", 10)

@@ -20,6 +20,7 @@ from archon.models.lora.targets import VISION_PREFIX, LoRASize
 from archon.models.spec import ModelSpec
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import ParallelLayout, parse_layout
+from archon.schema.capacity import memory_bytes
 from archon.schema.config import ActivationCheckpointConfig, EngineConfig
 from archon.schema.errors import ConfigError
 from archon.schema.numbers import read_integer
@@ -154,7 +155,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return -world.all_reduce_max(-torch.cuda.mem_get_info(device)[0])
     local_ranks = max(1, read_integer(os.environ.get("LOCAL_WORLD_SIZE", "1"), "the variable LOCAL_WORLD_SIZE"))
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks
+    installed = memory_bytes() // local_ranks
     return -world.all_reduce_max(-installed)
 
 
