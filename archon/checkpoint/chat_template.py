@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from archon.schema.errors import DatasetError
+from archon.checkpoint.template_sandbox import LimitedTemplate, TemplateLimitError, bounded_chat_template, new_sandbox
+from archon.schema.errors import DatasetError, TokenizerError
 
 Message = dict[str, Any]  # {"role": "user", "content": "…"}
 Span = tuple[int, int]
@@ -29,6 +29,8 @@ SEPARATOR = "prompt_separator"  # key of tokenizer_config.json
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 QUESTION: Message = {"role": "user", "content": "question"}
 PROBE_TEXT = "a text that no template writes by itself"
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+_MAX_REASON = 2000  # characters of a template's own error
 _ITEM, _PLACE = "archon_item", "archon_place"  # probes: filters of the instrumented template
 _CALLS = [
     {"type": "function", "id": f"call0000{index}", "function": {"name": name, "arguments": {"x": "y"}}}
@@ -48,11 +50,13 @@ def render(
 
     Raises:
         DatasetError: the template fails; names `where`.
+        TokenizerError: the template exceeds a limit; names its file.
     """
+    apply = bounded_chat_template(tokenizer.apply_chat_template)
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **options
-        )
+        text = apply(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **options)
+    except TemplateLimitError as error:
+        raise _limit_error(tokenizer, where, error) from error
     except Exception as error:  # a template is a program: it divides by zero, or calls itself without end
         raise _template_error(messages, where, error) from error
     return str(text)
@@ -136,6 +140,7 @@ class ChatTemplate:
 
         Raises:
             DatasetError: the template fails, or its text cannot be divided into messages; names `where`.
+            TokenizerError: the template exceeds a limit; names its file.
         """
         plain = [{**add_thinking_aliases(message)} for message in messages]  # one object each: the probe compares ids
         calls = any(message.get("tool_calls") for message in plain)
@@ -179,6 +184,8 @@ class ChatTemplate:
             for chunk in template.generate(**variables):
                 chunks.append(chunk)
                 length += len(chunk)
+        except TemplateLimitError as error:
+            raise _limit_error(self.tokenizer, where, error) from error
         except Exception as error:
             raise _template_error(messages, where, error) from error
         text = "".join(chunks)
@@ -450,30 +457,18 @@ def _template_error(messages: Sequence[Message], where: str, error: Exception) -
 
     roles = [f"{message.get('role')!s:.80}" for message in messages]
     reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+    reason = " ".join(reason[:_MAX_REASON].split())
     return DatasetError(f"{where}: the chat template refuses this conversation (roles {roles}): {reason}")
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Sandbox with a fast path for fields of messages, which take 3/4 of the time to render long conversations."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        key = type(obj), attr  # the result depends only on these
-        if key not in _SAFE:
-            _SAFE[key] = super().is_safe_attribute(obj, attr, value)
-        return _SAFE[key]
+def _limit_error(tokenizer: Any, where: str, error: TemplateLimitError) -> TokenizerError:
+    folder = Path(str(getattr(tokenizer, "name_or_path", "")))
+    file = next((folder / name for name in _TEMPLATE_FILES if (folder / name).is_file()), "the tokenizer")
+    return TokenizerError(f"{where}: the chat template of {file} is refused: {error}")
 
 
 def _call_variable(name: str, context: Any, value: object) -> object:
     return context[name](value)
-
-
-_SAFE: dict[tuple[type, str], bool] = {}
-_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 @lru_cache(maxsize=16)
@@ -485,15 +480,8 @@ def _instrumented(source: str) -> tuple[Any, bool, bool]:
     """
     import jinja2
     from jinja2 import nodes
-    from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    compiled = _compile_jinja_template(source).environment
-    extensions = [type(extension) for extension in compiled.extensions.values()]
-    environment: Any = _Sandbox(
-        trim_blocks=compiled.trim_blocks, lstrip_blocks=compiled.lstrip_blocks, extensions=extensions
-    )
-    environment.filters |= compiled.filters
-    environment.globals |= compiled.globals
+    environment = new_sandbox()
     for name in (_ITEM, _PLACE):
         environment.filters[name] = jinja2.pass_context(partial(_call_variable, name))
     tree = environment.parse(source)
@@ -527,13 +515,8 @@ def _instrumented(source: str) -> tuple[Any, bool, bool]:
         return result
 
     tree.body = instrument(tree.body)
-    for node in tree.find_all((nodes.Output, nodes.Filter, nodes.Name, nodes.Const)):
-        if node.lineno is None:
-            node.set_lineno(1)
-        if node.environment is None:
-            node.set_environment(environment)
-    code = environment.compile(tree)
-    return jinja2.Template.from_code(environment, code, environment.make_globals(None)), marks, hidden_marks
+    code: Any = environment.compile(tree)
+    return LimitedTemplate.from_code(environment, code, environment.make_globals(None)), marks, hidden_marks
 
 
 def _is_generation(node: Any) -> bool:

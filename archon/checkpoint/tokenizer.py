@@ -14,6 +14,7 @@ from archon.checkpoint.chat_template import SEPARATOR, prompt_separator, stop_to
 from archon.checkpoint.hf_reader import CONFIG_FILE, checkpoint_folder, read_json
 from archon.checkpoint.hub import CONFIG_FILES, model_folder
 from archon.checkpoint.native import find_checkpoint
+from archon.checkpoint.template_sandbox import bounded_chat_template
 from archon.schema.errors import TokenizerError
 from archon.schema.files import TOKENIZER_BYTES, require_regular_files
 
@@ -80,7 +81,10 @@ def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[s
         raise TokenizerError(
             f"{folder}: its tokenizer has no end-of-text token to end an answer with; set eos_token in its config"
         )
-    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+    # Code of a workflow calls it itself.
+    tokenizer.apply_chat_template = functools.partial(
+        bounded_chat_template(tokenizer.apply_chat_template), return_dict=False
+    )
     folders = dict.fromkeys([folder, folder if model_path is None else model_folder(model_path, CONFIG_FILES)])
     tokenizer.checkpoint_stop_ids = [token_id for source in folders for token_id in _configured_stop_ids(source)]
     tokenizer.checkpoint_vocab_size = size = _model_vocab_size([*folders][-1])

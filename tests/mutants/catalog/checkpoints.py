@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+_SANDBOX = "tests/checkpoint/test_template_sandbox.py"
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every piece of a matrix cut by columns is read from its first rows",
@@ -202,5 +204,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "error, self._error = self._error, None",
         "error = self._error",
         ("tests/checkpoint/test_saver.py",),
+    ),
+    Mutant(
+        "iterations of a chat template's loop are not counted",
+        "archon/checkpoint/template_sandbox.py",
+        "            loop.body.insert(0, nodes.ExprStmt(_hook(_STEP, True)))\n",
+        "",
+        (f"{_SANDBOX}::test_long_loops_are_refused_in_every_way_to_render",),
+    ),
+    Mutant(
+        "chat templates have no limits where a workflow calls apply_chat_template",
+        "archon/checkpoint/tokenizer.py",
+        "bounded_chat_template(tokenizer.apply_chat_template), return_dict=False",
+        "tokenizer.apply_chat_template, return_dict=False",
+        (f"{_SANDBOX}::test_long_loops_are_refused_in_every_way_to_render",),
+    ),
+    Mutant(
+        "a chat template can render a template with limits of its own",
+        "archon/checkpoint/template_sandbox.py",
+        "    sandbox.filters.pop(_PARTS, None)",
+        "    pass",
+        (f"{_SANDBOX}::test_a_template_cannot_render_a_template",),
     ),
 )
