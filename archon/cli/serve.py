@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from archon.cli.serve_config import ServeConfig
     from archon.serve.server import AgentServer
 
+CPU_PREFILL_TOKENS = 512
+"""Prompt tokens of one step on a CPU, which answers nothing else meanwhile, not even `/health`."""
+
 SETTINGS: dict[str, Any] = {
     "name": "serve",
     "help": "Serve a checkpoint to OpenAI and Anthropic clients until interrupted.",
@@ -163,13 +166,15 @@ def make_server(
     trained = next(iter(tokenizers.values())) if len(tokenizers) == 1 else None
     tokenizer = load_tokenizer(config.tokenizer or trained or path, path)
     stop_ids = {name: lora_stop_ids(folder, path, tokenizer) for name, folder in tokenizers.items()}
-    read = partial(load_model, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
+    device = resolve_device(config.device)
+    read = partial(load_model, device=str(device), dtype=getattr(torch, config.dtype))
     engine = InProcessEngine.from_model(
         read(path),
         tokenizer,
         max_slots=config.max_slots,
         max_seq_len=config.max_tokens,
         seed=config.seed,
+        **({"prefill_tokens": CPU_PREFILL_TOKENS} if device.type == "cpu" else {}),
         version=0 if push_root is None else NO_VERSION,
     )
     names = spec.state_dict_adapter_class(hf_config, str(path))

@@ -66,12 +66,15 @@ class ToolUseBlock(protocol.RequestModel):
     caller: dict[str, Any] | None = None
 
 
+ResultBlock = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+
+
 class ToolResultBlock(protocol.RequestModel):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = None
+    content: str | Annotated[list[ResultBlock], Field(fail_fast=True)] | None = None
     is_error: bool | None = Field(None, description="without effect; describe the error in the content")
     cache_control: dict[str, Any] | None = None
 
@@ -94,7 +97,7 @@ class AnthropicMessage(protocol.RequestModel):
     """A message of the conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Field(min_length=1)]
+    content: str | Annotated[list[Block], Field(min_length=1, fail_fast=True)]
 
     def template_messages(self, where: str) -> list[dict[str, Any]]:
         """Return it as chat templates expect it: tool results become separate messages before the text."""
@@ -180,7 +183,7 @@ class CountBody(protocol.Conversation):
     """`POST /v1/messages/count_tokens`: the parts of a prompt."""
 
     model: str = Field("", description="a name from /v1/models; any name if the server has a single model")
-    messages: list[AnthropicMessage] = Field(min_length=1)
+    messages: list[AnthropicMessage] = Field(min_length=1, fail_fast=True)
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None

@@ -77,7 +77,7 @@ class ImageBlock(RequestModel):
 
 
 MultimodalPart = Annotated[TextPart | ImageUrlPart | InputImagePart, Field(discriminator="type")]
-MultimodalContent = str | list[MultimodalPart]
+MultimodalContent = str | Annotated[list[MultimodalPart], Field(fail_fast=True)]
 """A content of OpenAI's protocols with images."""
 
 

@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from archon.data.images import ImageReader
 from archon.generation.types import TopLogprobs
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
+from archon.serve.prompts import Prompts
+from archon.serve.request_limits import MAX_LOGPROBS, RequestLimitError
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.token_bytes import TokenBytes
 
@@ -66,9 +67,16 @@ class CompletionsHandler(protocol.ProtocolHandler):
         tokenizer: Any,
         model: ModelChoice,
         format: AnswerFormat,
-        reader: ImageReader | None = None,
+        prompts: Prompts,
     ) -> None:
-        super().__init__(body, caller, tokenizer, model, format, reader)
+        super().__init__(body, caller, tokenizer, model, format, prompts)
+        logprobs = self.gconfig.max_new_tokens * self.gconfig.n_samples * len(self.prompts)
+        logprobs *= 1 + self.gconfig.top_logprobs
+        if self.gconfig.top_logprobs and not body.stream and logprobs > MAX_LOGPROBS:
+            raise RequestLimitError(
+                f"the answers may have {logprobs:,} logprobs; expected at most {MAX_LOGPROBS:,}: lower n, max_tokens "
+                "or the number of likely tokens, or stream the answers"
+            )
         self._logprobs = body.logprobs is not None and body.logprobs is not False  # a completion's 0 asks for them
         self._token_bytes = TokenBytes(tokenizer, body.return_tokens_as_token_ids is True) if self._logprobs else None
         self._created = int(time.time())

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from archon.checkpoint.chat_template import add_thinking_aliases
-from archon.data.images import ImageReader
 from archon.generation.types import TopLogprobs
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
 from archon.serve.call_syntax import ToolCall
 from archon.serve.content import MultimodalContent, template_content
 from archon.serve.openai_base import CompletionsHandler, FinishReason, OpenAISampling, Usage
+from archon.serve.prompts import Prompts
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.token_bytes import TokenBytes
 from archon.serve.tool_calls import Part, Reasoning
@@ -132,7 +132,7 @@ class ResponseFormat(protocol.RequestModel):
 class ChatBody(OpenAISampling, protocol.Conversation):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: protocol.Positive | None = None
     logprobs: bool | None = None
     top_logprobs: protocol.Integer | None = Field(None, ge=0, le=20, description="needs logprobs")
@@ -269,9 +269,9 @@ class ChatApi(CompletionsHandler):
         tokenizer: Any,
         model: ModelChoice,
         format: AnswerFormat,
-        reader: ImageReader | None = None,
+        prompts: Prompts,
     ) -> None:
-        super().__init__(body, caller, tokenizer, model, format, reader)
+        super().__init__(body, caller, tokenizer, model, format, prompts)
         self._n_calls: Counter[int] = Counter()  # tool calls of each choice so far
 
     def _prompt(self) -> dict[str, Any]:

@@ -7,18 +7,17 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from archon.data.encoding import encode_prompt, tokenize
-from archon.data.images import ImageReader
 from archon.generation.prompt_scores import PromptScores
 from archon.generation.types import GenerationHyperparameters, ModelResponse, TopLogprobs
 from archon.schema.errors import RolloutError
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
 from archon.serve.openai_base import MAX_CHOICES, CompletionsHandler, FinishReason, OpenAISampling, Usage
+from archon.serve.prompts import PromptReader, Prompts
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.token_bytes import TokenBytes
 
@@ -28,9 +27,12 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class CompletionBody(OpenAISampling):
     """`POST /v1/completions`."""
 
-    prompt: str | list[protocol.TokenId] | list[str] | list[list[protocol.TokenId]] = Field(
-        description="text, tokens, or a list of these"
-    )
+    prompt: (
+        str
+        | protocol.TokenIds
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[protocol.TokenIds], Field(fail_fast=True)]
+    ) = Field(description="text, tokens, or a list of these")
     max_tokens: protocol.Integer | None = Field(None, ge=0, description="by default 16; 0, with echo: no answer")
     logprobs: protocol.Integer | None = Field(
         None, ge=0, le=20, description="logprobs of the tokens, and of this many of the most likely ones at each place"
@@ -56,7 +58,7 @@ class CompletionBody(OpenAISampling):
         top_logprobs = 0 if self.echo else self.logprobs or 0  # echoed answers are scored again with their prompt
         return super(CompletionBody, body).gconfig(base).new(top_logprobs=top_logprobs)
 
-    def prompts(self, tokenizer: Any) -> list[list[int]]:
+    def prompts(self, reader: PromptReader) -> Prompts:
         """Return the prompts in tokens; text prompts start with the tokenizer's special tokens."""
         prompt: Any = self.prompt
         if isinstance(prompt, str) or not any(isinstance(item, str | list) for item in prompt):
@@ -70,10 +72,10 @@ class CompletionBody(OpenAISampling):
 
         def encode(text: str) -> list[int]:
             if self.add_special_tokens is False:
-                return list(tokenize(tokenizer, text, "prompt")["input_ids"])
-            return encode_prompt(tokenizer, {"prompt": text})
+                return reader.tokenize(text, "prompt")
+            return reader.encode_prompt(text, "prompt")
 
-        return [encode(item) if isinstance(item, str) else item for item in prompt]
+        return Prompts([encode(item) if isinstance(item, str) else item for item in prompt])
 
 
 class CompletionLogprobs(protocol.ResponseModel):
@@ -119,9 +121,9 @@ class CompletionApi(CompletionsHandler):
         tokenizer: Any,
         model: ModelChoice,
         format: AnswerFormat,
-        reader: ImageReader | None = None,
+        prompts: Prompts,
     ) -> None:
-        super().__init__(body, caller, tokenizer, model, format, reader)
+        super().__init__(body, caller, tokenizer, model, format, prompts)
         self._offsets: Counter[int] = Counter()  # characters of each choice so far, special tokens included
         self._echoed: dict[int, PromptScores] = {}  # of prompt and answer
 

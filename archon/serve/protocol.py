@@ -15,17 +15,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from typing_extensions import TypedDict
 
 from archon.checkpoint.chat_template import has_chat_template, render_calls, unknown_variable
-from archon.data.encoding import tokenize
-from archon.data.images import ImageReader
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse, TopLogprobs
-from archon.models.vision.images import ProcessedImage
 from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError, RolloutError
 from archon.serve.answer_text import THINK, AnswerFormat, AnswerParser, Delta
 from archon.serve.call_syntax import ToolCall, load_json
 from archon.serve.constraints import AnswerGrammar, GrammarConstraint, choice_grammar, json_grammar, regex_grammar
-from archon.serve.images import pop_image_sources, read_images
+from archon.serve.images import pop_image_sources
+from archon.serve.prompts import PromptReader, Prompts
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.tool_calls import CHANNEL, FORMATS, HARMONY, MESSAGE, Part, Reasoning, template_text, tool_schemas
 
@@ -53,6 +51,8 @@ Integer = Annotated[int, BeforeValidator(_float_to_int)]
 Positive = Annotated[Integer, Field(ge=1)]
 # The engine checks the limits in these two schemas; its errors are clearer.
 TokenId = Annotated[Integer, WithJsonSchema({"type": "integer", "minimum": 0})]
+# An error for each of many invalid items would take seconds; the first says enough.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]
 Count = Annotated[int, Field(ge=0)]
 
@@ -305,26 +305,28 @@ class Conversation(RequestModel):
             return options  # the model never thinks
         raise RolloutError("the model's chat template cannot switch thinking, or set how much; leave it to the model")
 
-    def prompt(self, tokenizer: Any, reader: ImageReader | None) -> tuple[list[int], list[ProcessedImage]]:
+    def prompts(self, reader: PromptReader) -> Prompts:
         """Return the conversation with the generation prompt, in tokens, and its images.
 
         Raises:
             RolloutError: there is no template, it ignores tools or images, or it lacks a variable that is set.
             DatasetError: the template rejects the conversation.
             ImageError: an image cannot be used.
+            ContextOverflowError: the conversation cannot fit the context.
         """
+        tokenizer, image_reader = reader.tokenizer, reader.image_reader
         if not has_chat_template(tokenizer):
             raise RolloutError("the model's tokenizer has no chat template; send the whole prompt to /v1/completions")
         messages, tools = self.template_messages(), self.template_tools()
-        images = read_images(pop_image_sources(messages), reader)
+        images = reader.read_images(pop_image_sources(messages))
         options = {**self.render_options(), **self.template_options(tokenizer)}
         text = render_calls(tokenizer, messages, "messages", **options)
         if tools:
             without, text = text, render_calls(tokenizer, messages, "messages", **options, tools=tools)
             if text == without:
                 raise RolloutError("the model's chat template does not support tools; remove them")
-        tokens = list(tokenize(tokenizer, text, "messages")["input_ids"])
-        return (tokens if reader is None else reader.expand(tokens, images)), images
+        tokens = reader.tokenize(text, "messages")
+        return Prompts([tokens if image_reader is None else image_reader.expand(tokens, images)], images)
 
 
 class TextPart(RequestModel):
@@ -338,7 +340,7 @@ class TextPart(RequestModel):
     cache_control: dict[str, Any] | None = None
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 def content_text(content: str | Sequence[TextPart] | None) -> str:
@@ -418,11 +420,11 @@ class ProtocolHandler(ABC):
 
     Args:
         body: request body, a `Conversation` or one with a method `prompts`.
-        reader: image reader; None for a text model.
         caller: provides default sampling values.
         tokenizer: renders prompts.
         model: generator, and the model name for the response.
         format: answer format of the model.
+        prompts: prompts of the body, from its method `prompts`.
 
     Raises:
         UserError: the body cannot be answered.
@@ -437,17 +439,12 @@ class ProtocolHandler(ABC):
         tokenizer: Any,
         model: ModelChoice,
         format: AnswerFormat,
-        reader: ImageReader | None = None,
+        prompts: Prompts,
     ) -> None:
         self.body, self._caller, self._tokenizer = body, caller, tokenizer
         self._model, self._lora = model
         self.gconfig = caller.sampling(body.gconfig(caller.gconfig))
-        self._images: list[ProcessedImage] = []
-        if isinstance(body, Conversation):
-            prompt, self._images = body.prompt(tokenizer, reader)
-            self.prompts = [prompt]
-        else:
-            self.prompts = body.prompts(tokenizer)
+        self.prompts, self._images = prompts.tokens, prompts.images
         self.tools, self._format, self._inside_thinking = [], None, False
         if isinstance(body, Conversation):
             self.tools, self._format = body.template_tools(), format
@@ -590,6 +587,10 @@ class ProtocolHandler(ABC):
     def count_tokens(self, choices: Sequence[Choice]) -> tuple[int, int]:
         """Return the tokens of all prompts, each counted once, and of these answers."""
         return sum(map(len, self.prompts)), sum(choice.response.output_len for choice in choices)
+
+    def response_values(self, choices: Sequence[Choice]) -> int:
+        """Return about how many values the response to a request without `stream` has."""
+        return sum(self.count_tokens(choices)) * (1 + self.gconfig.top_logprobs)
 
     @abstractmethod
     def response(self, choices: list[Choice]) -> Any:

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from archon.checkpoint.chat_template import add_thinking_aliases
-from archon.data.images import ImageReader
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
 from archon.serve.call_syntax import ToolCall
 from archon.serve.content import MultimodalContent, template_content
+from archon.serve.prompts import Prompts
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.tool_calls import Part, Reasoning
 
@@ -116,7 +116,7 @@ class ResponseStreamOptions(protocol.RequestModel):
 class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
     """`POST /v1/responses`."""
 
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: protocol.Positive | None = None
     tools: list[ResponseTool] | None = None
@@ -277,9 +277,9 @@ class ResponsesApi(protocol.ProtocolHandler):
         tokenizer: Any,
         model: ModelChoice,
         format: AnswerFormat,
-        reader: ImageReader | None = None,
+        prompts: Prompts,
     ) -> None:
-        super().__init__(body, caller, tokenizer, model, format, reader)
+        super().__init__(body, caller, tokenizer, model, format, prompts)
         gconfig = self.gconfig
         self._response = OpenAIResponse(
             id=self.id,

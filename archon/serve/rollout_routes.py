@@ -12,9 +12,9 @@ from pydantic import Field
 
 import archon
 from archon.generation.types import GenerationHyperparameters, ModelRequest
-from archon.serve.protocol import Integer, RequestModel, TokenId
+from archon.serve.protocol import Integer, RequestModel, TokenIds
 from archon.serve.pushed_weights import POLICY, PushedWeights
-from archon.serve.routes import AuthorizedRoute, ServiceOf, run_while_connected
+from archon.serve.routes import AuthorizedRoute, ServiceOf, prepare, run_while_connected
 from archon.serve.sessions import Session
 
 # Not described at /openapi.json, which is for agents.
@@ -36,7 +36,7 @@ class GenerateBody(RequestModel):
     """One answer; `sampling` has every field of `GenerationHyperparameters` that matters."""
 
     rid: str = Field(min_length=1, max_length=400)
-    input_ids: list[TokenId]
+    input_ids: TokenIds
     policy: bool = Field(False, description="use the pushed LoRA instead of the base model")
     sampling: dict[str, Any]
 
@@ -44,7 +44,7 @@ class GenerateBody(RequestModel):
 class ScoreBody(RequestModel):
     """The logprobs of tokens at temperature 1."""
 
-    input_ids: list[TokenId] = Field(min_length=2)
+    input_ids: TokenIds = Field(min_length=2)
     policy: bool = False
 
 
@@ -116,10 +116,10 @@ async def score(pushed: Pushed, body: ScoreBody) -> dict[str, list[float]]:
 
 
 @router.post("/tokenize")
-async def tokenize(service: ServiceOf, pushed: Pushed, body: TextBody) -> dict[str, list[int]]:
+async def tokenize(request: Request, service: ServiceOf, pushed: Pushed, body: TextBody) -> dict[str, list[int]]:
     """Return a text's tokens, without special ones."""
     del pushed
-    return {"tokens": list(service.tokenizer(body.text, add_special_tokens=False)["input_ids"])}
+    return {"tokens": await prepare(request, service.prompts.tokenize, body.text, "text")}
 
 
 @router.post("/pause")

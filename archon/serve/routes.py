@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing, nullcontext
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query, Request, Response, Security
@@ -24,18 +24,45 @@ from archon.serve.call_syntax import load_json
 from archon.serve.error_responses import AnthropicError, OpenAIError, error_body, error_response
 from archon.serve.openai_chat import ChatApi, ChatBody, ChatCompletion
 from archon.serve.openai_completions import Completion, CompletionApi, CompletionBody
+from archon.serve.preparation import SMALL_BYTES, no_collection
 from archon.serve.protocol import Choice, Count, Integer, ProtocolHandler, RequestModel, ResponseModel
+from archon.serve.request_limits import RequestLimitError, check_request
 from archon.serve.responses_api import OpenAIResponse, ResponsesApi, ResponsesBody
 from archon.serve.service import Service
-from archon.serve.sessions import Caller, ExportStyle, Session
+from archon.serve.sessions import Caller, ExportStyle, LimitError, Session
 
 T = TypeVar("T")
 
 _bearer, _api_key = HTTPBearer(auto_error=False), APIKeyHeader(name="x-api-key", auto_error=False)
 
 
+async def prepare(request: Request, work: Callable[..., T], *args: Any) -> T:
+    """Return the result of work on a request; large work runs outside the event loop, unless the client disconnects."""
+    service: Service = request.state.service
+    size: int = request.state.work_bytes
+    running = service.preparation.run(work, *args, size=size)
+    return await (running if size <= SMALL_BYTES else run_while_connected(request.receive, running))
+
+
+def _load_body(body: bytearray) -> tuple[dict[str, Any], bool]:
+    """Return a JSON object within the limits of a request, and whether it has images."""
+    try:
+        with no_collection() if len(body) > SMALL_BYTES else nullcontext():
+            data = load_json(bytes(body))
+    except ValueError as error:
+        raise HTTPException(400, f"the body is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise HTTPException(400, f"the body is a JSON {type(data).__name__}, expected an object")
+    try:
+        return data, check_request(data) > 0
+    except RequestLimitError as error:
+        raise HTTPException(400, str(error)) from None
+
+
 class StrictRequest(Request):
     """Request with a JSON object as body, within the server's limits."""
+
+    _received: bytearray = bytearray()
 
     async def body(self) -> bytes:
         """Return the body; raises HTTPException if it is too large or slow."""
@@ -44,24 +71,31 @@ class StrictRequest(Request):
         if content_type.partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, f"content type {content_type!r:.80}: send application/json")
         limits = self.state.service.limits
-        body = bytearray()
+        body = self._received = bytearray()
         close = {"Connection": "close"}
         try:
             async with asyncio.timeout(limits.request_seconds):
                 async for chunk in self.stream():
+                    try:
+                        self.state.service.reserve(len(chunk))
+                    except LimitError as error:
+                        raise HTTPException(429, str(error), close) from None
                     body += chunk
                     if len(body) > limits.body_bytes:
                         raise HTTPException(413, f"the body is longer than {limits.body_bytes} bytes", close)
         except TimeoutError:
             message = f"the body did not arrive within {limits.request_seconds:g} s"
             raise HTTPException(408, message, close) from None
-        try:
-            self._data = load_json(bytes(body))
-        except ValueError as error:
-            raise HTTPException(400, f"the body is not JSON: {error}") from None
-        if not isinstance(self._data, dict):
-            raise HTTPException(400, f"the body is a JSON {type(self._data).__name__}, expected an object")
+        self.state.work_bytes = len(body)
+        self._data, has_images = await prepare(self, _load_body, body)
+        if has_images:  # a small file may have many pixels
+            self.state.work_bytes += SMALL_BYTES
         return bytes(body)
+
+    def release(self) -> None:
+        """Tell the service that the request is over."""
+        self.state.service.reserve(-len(self._received))
+        self._received = bytearray()
 
     async def json(self) -> Any:
         """Return the parsed body; raises HTTPException if it is not JSON."""
@@ -80,7 +114,13 @@ class AuthorizedRoute(APIRoute):
             key = bearer.credentials if bearer is not None else await _api_key(request)
             host, origin = request.headers.get("host", ""), request.headers.get("origin")
             request.state.caller = request.state.service.authorize(key or "", host, origin)
-            return await handle(StrictRequest(request.scope, request.receive))
+            strict = StrictRequest(request.scope, request.receive)
+            with ExitStack() as reserved:
+                reserved.callback(strict.release)
+                response = await handle(strict)
+                if isinstance(response, EventStream):
+                    response.reserved = reserved.pop_all()
+            return response
 
         return authorized
 
@@ -132,7 +172,9 @@ router = APIRouter(
 
 async def _error_response(request: Request, error: Exception) -> Response:
     failure = error_response(error, request.url.path)
-    return JSONResponse(error_body(failure, request.url.path), failure.status, getattr(error, "headers", None))
+    headers = {"Retry-After": "1"} if failure.status in BUSY else {}
+    headers |= getattr(error, "headers", None) or {}
+    return JSONResponse(error_body(failure, request.url.path), failure.status, headers)
 
 
 for _error_class in (StarletteHTTPException, RequestValidationError, UserError, RecursionError, Exception):
@@ -158,12 +200,18 @@ ServiceOf = Annotated[Service, Depends(_service)]
 Stack = Annotated[AsyncExitStack, Depends(_exit_stack)]
 
 
-async def _answer(request: Request, api_class: type[ProtocolHandler], body: Any, stack: AsyncExitStack) -> Any:
+async def _answer(
+    request: Request,
+    api_class: type[ProtocolHandler],
+    body: Any,
+    stack: AsyncExitStack,
+    response_model: type[ResponseModel],
+) -> Any:
     service = await _service(request)
-    api = api_class(
-        body, request.state.caller, service.tokenizer, service.choose(body.model), service.format, service.reader
-    )
-    if (grammar := api.grammar()) is not None:
+    model, caller = service.choose(body.model), request.state.caller
+    prompts = await prepare(request, body.prompts, service.prompts)
+    api = api_class(body, caller, service.tokenizer, model, service.format, prompts)
+    if (grammar := await prepare(request, api.grammar)) is not None:
         api.constraint = await asyncio.to_thread(service.grammars.compile, grammar)
     items = await stack.enter_async_context(aclosing(api.generate()))
     if body.stream:  # a failure before the first token still gets a proper status
@@ -171,7 +219,14 @@ async def _answer(request: Request, api_class: type[ProtocolHandler], body: Any,
         return EventStream(_events(request, api, first, items), headers={"Cache-Control": "no-store"})
     choices = await run_while_connected(request.receive, _choices(items))
     request.state.token_counts = api.count_tokens(choices)
-    return api.response(sorted(choices, key=lambda choice: choice.index))
+    choices.sort(key=lambda choice: choice.index)
+    request.state.work_bytes = api.response_values(choices)
+    return await prepare(request, _respond, api, choices, response_model)
+
+
+def _respond(api: ProtocolHandler, choices: list[Choice], response_model: type[ResponseModel]) -> JSONResponse:
+    """Return the response to a request without `stream`, checked as FastAPI does."""
+    return JSONResponse(response_model.model_validate(api.response(choices)).model_dump(mode="json", by_alias=True))
 
 
 async def _choices(items: AsyncIterator[Delta | Choice]) -> list[Choice]:
@@ -202,10 +257,12 @@ class EventStream(StreamingResponse):
     """
 
     media_type = "text/event-stream"
+    reserved: ExitStack | None = None  # closed at the end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
-        await run_while_connected(receive, self.stream_response(send))
+        with self.reserved or nullcontext():
+            await run_while_connected(receive, self.stream_response(send))
 
 
 async def _events(
@@ -236,19 +293,19 @@ async def _events(
 @router.post("/chat/completions", response_model=ChatCompletion, responses=GENERATION)
 async def chat(request: Request, body: ChatBody, stack: Stack) -> Any:
     """Answer a conversation, in the format of OpenAI's chat completions."""
-    return await _answer(request, ChatApi, body, stack)
+    return await _answer(request, ChatApi, body, stack, ChatCompletion)
 
 
 @router.post("/completions", response_model=Completion, responses=GENERATION)
 async def completion(request: Request, body: CompletionBody, stack: Stack) -> Any:
     """Continue text or tokens, in the format of OpenAI's completions."""
-    return await _answer(request, CompletionApi, body, stack)
+    return await _answer(request, CompletionApi, body, stack, Completion)
 
 
 @router.post("/responses", response_model=OpenAIResponse, responses=GENERATION)
 async def response(request: Request, body: ResponsesBody, stack: Stack) -> Any:
     """Answer a conversation, in the format of OpenAI's responses; nothing is stored."""
-    return await _answer(request, ResponsesApi, body, stack)
+    return await _answer(request, ResponsesApi, body, stack, OpenAIResponse)
 
 
 @router.post(
@@ -258,14 +315,15 @@ async def response(request: Request, body: ResponsesBody, stack: Stack) -> Any:
 )
 async def message(request: Request, body: MessagesBody, stack: Stack) -> Any:
     """Answer a conversation, in the format of Anthropic's messages."""
-    return await _answer(request, MessagesApi, body, stack)
+    return await _answer(request, MessagesApi, body, stack, Message)
 
 
 @router.post("/messages/count_tokens", responses=_errors(*ACCESS, *BODY, 404, model=AnthropicError))
-async def count_tokens(service: ServiceOf, body: CountBody) -> dict[Literal["input_tokens"], Count]:
+async def count_tokens(request: Request, service: ServiceOf, body: CountBody) -> dict[Literal["input_tokens"], Count]:
     """Count the tokens of a conversation's prompt."""
     service.choose(body.model)
-    return {"input_tokens": len(body.prompt(service.tokenizer, service.reader)[0])}
+    prompts = await prepare(request, body.prompts, service.prompts)
+    return {"input_tokens": len(prompts.tokens[0])}
 
 
 class Model(ResponseModel):

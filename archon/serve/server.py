@@ -69,6 +69,7 @@ class AgentServer(Service):
         for connection in list(self._state.connections):
             connection.transport.abort()
         await asyncio.gather(*self._state.tasks, return_exceptions=True)
+        self.preparation.close()
 
 
 class Connection(HttpToolsProtocol):
@@ -88,6 +89,9 @@ class Connection(HttpToolsProtocol):
         """Start the time limit of the headers."""
         super().connection_made(transport)
         self._expect_headers()
+        if len(self.connections) > self._limits.connections:
+            message = f"the server has {self._limits.connections} connections, the maximum; try again"
+            self._refuse(ErrorResponse(503, message), "503 Service Unavailable\r\nRetry-After: 1")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers."""
@@ -127,8 +131,11 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP with a JSON error."""
-        body = json.dumps(error_body(ErrorResponse(400, self._refusal or msg), "")).encode()
-        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        self._refuse(ErrorResponse(400, self._refusal or msg), "400 Bad Request")
+
+    def _refuse(self, error: ErrorResponse, status: str) -> None:
+        body = json.dumps(error_body(error, "")).encode()
+        head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
 

@@ -26,15 +26,22 @@ except ImportError:
 from archon.serve.answer_text import AnswerFormat
 from archon.serve.constraints import GrammarCompiler
 from archon.serve.lora_folders import LoRAFolders
+from archon.serve.preparation import Preparation
+from archon.serve.prompts import PromptReader
 from archon.serve.pushed_weights import PushedWeights
 from archon.serve.sessions import Caller, LimitError, ModelChoice, Session, Sessions, Training
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server; a request above them gets status 413 (body), 400 (headers), 408 (time) or 429."""
+    """Limits of a server; a request above them gets status 413 (body), 400 (headers), 408 (time), 429 or 503.
+
+    The limits on the content of a request are in `request_limits`.
+    """
 
     body_bytes: int = 8 << 20
+    total_body_bytes: int = 64 << 20  # bodies of all requests in progress
+    connections: int = 768  # below the usual limit of 1,024 open files
     header_bytes: int = 8190  # of one header
     headers: int = 64
     sessions: int = 1024
@@ -100,6 +107,9 @@ class Service:
         self._has_models = lora_folders is not None or bool(self.loras)
         self._loading = asyncio.Lock()
         self._active_requests = 0
+        self._body_bytes = 0  # of all requests in progress
+        self.preparation = Preparation()
+        self.prompts = PromptReader(tokenizer, reader, getattr(engine, "max_seq_len", None))
 
     def authorize(self, key: str, host: str, origin: str | None) -> Caller | None:
         """Return the session of `key`, else the caller without a session (None: there is no engine).
@@ -190,6 +200,16 @@ class Service:
         self.sessions.close(session)
         if self.training is not None:
             self.training.finish(session)
+
+    def reserve(self, size: int) -> None:
+        """Count bytes of a request's body; a negative size releases them. Raises `LimitError` if there are too many."""
+        limit = max(self.limits.total_body_bytes, self.limits.body_bytes)
+        if size > 0 and self._body_bytes + size > limit:
+            raise LimitError(
+                f"the requests in progress have {self._body_bytes:,} bytes, and the server holds at most {limit:,}; "
+                "try again"
+            )
+        self._body_bytes += size
 
     @contextmanager
     def count_request(self, caller: Caller) -> Iterator[None]:

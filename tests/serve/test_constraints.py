@@ -23,6 +23,7 @@ from archon.serve import AgentServer
 from archon.serve.answer_text import AnswerFormat
 from archon.serve.constraints import GrammarCompiler, choice_grammar
 from archon.serve.openai_chat import ChatApi, ChatBody
+from archon.serve.prompts import PromptReader
 from archon.serve.sessions import Caller, ModelChoice
 from tests.data.toy_tokenizers import toy_tokenizer
 from tests.generation.test_detokenizer import byte_fallback_tokenizer
@@ -157,7 +158,9 @@ def check_allowed(tokenizer: Any, text: str, **options: Any) -> None:
     """Check that a request allows an answer with this text, and no text after it."""
     body = ChatBody.model_validate({"messages": USER, **options})
     caller = Caller(Scripted(tokenizer, []), GenerationHyperparameters())
-    grammar = ChatApi(body, caller, tokenizer, ModelChoice("m"), AnswerFormat.of(tokenizer)).grammar()
+    grammar = ChatApi(
+        body, caller, tokenizer, ModelChoice("m"), AnswerFormat.of(tokenizer), body.prompts(PromptReader(tokenizer))
+    ).grammar()
     assert grammar is not None
     constraint = GrammarCompiler(tokenizer).compile(grammar)
     for number, token in enumerate(tokenize(tokenizer, text, "answer")["input_ids"]):
@@ -308,7 +311,14 @@ def test_training_refuses_constraints() -> None:
         caller = Caller(Scripted(tokenizer, []), trained, SamplingPolicy(mode, trained, lambda line: None))
         body = ChatBody.model_validate({"messages": USER, "guided_choice": ["a"]})
         with pytest.raises(RolloutError, match="answers cannot be constrained"):
-            ChatApi(body, caller, tokenizer, ModelChoice("m"), AnswerFormat.of(tokenizer)).grammar()
+            ChatApi(
+                body,
+                caller,
+                tokenizer,
+                ModelChoice("m"),
+                AnswerFormat.of(tokenizer),
+                body.prompts(PromptReader(tokenizer)),
+            ).grammar()
 
 
 async def test_a_stream_is_constrained_too(serve: Start) -> None:

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 SAMPLING = "tests/rl/test_agent_sampling.py"
 FORMATS = "tests/serve/test_tool_formats.py"
 ONLINE = "tests/serve/test_online.py"
+LIMITS = "tests/serve/test_request_limits.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -87,5 +88,54 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "tests/distributed/test_unequal_shards.py::test_a_share_that_one_rank_refuses_is_refused_by_all[d2-train_batch-nan_temperature]",
         ),
+    ),
+    Mutant(
+        "large requests are prepared on the event loop",
+        "archon/serve/preparation.py",
+        "        if size <= SMALL_BYTES:",
+        "        if size <= 2**30:",
+        (f"{LIMITS}::test_small_work_stays_on_the_event_loop",),
+    ),
+    Mutant(
+        "threads that prepare requests keep Python's lock for long",
+        "archon/serve/preparation.py",
+        "sys.setswitchinterval(min(SWITCH_SECONDS, cls._interval))",
+        "pass",
+        (f"{LIMITS}::test_large_work_of_a_client_that_goes_is_dropped",),
+    ),
+    Mutant(
+        "work of a client that has gone is done all the same",
+        "archon/serve/routes.py",
+        "await (running if size <= SMALL_BYTES else run_while_connected(request.receive, running))",
+        "await running",
+        (f"{LIMITS}::test_large_work_of_a_client_that_goes_is_dropped",),
+    ),
+    Mutant(
+        "bytes of refused and finished requests are counted for good",
+        "archon/serve/routes.py",
+        "                reserved.callback(strict.release)\n",
+        "",
+        (f"{LIMITS}::test_bodies_of_all_requests_are_limited_while_they_are_read",),
+    ),
+    Mutant(
+        "the nesting of a request has no limit",
+        "archon/serve/request_limits.py",
+        "        if depth > MAX_DEPTH:",
+        "        if depth > 10 * MAX_DEPTH:",
+        (f"{LIMITS}::test_every_endpoint_refuses_more_than_the_limits",),
+    ),
+    Mutant(
+        "a text is tokenized before it is compared with the context",
+        "archon/serve/prompts.py",
+        "        self._check_length(text, where)\n        return encode_prompt(",
+        "        return encode_prompt(",
+        (f"{LIMITS}::test_a_text_that_cannot_fit_the_context_is_not_tokenized",),
+    ),
+    Mutant(
+        "any number of connections is accepted",
+        "archon/serve/server.py",
+        "        if len(self.connections) > self._limits.connections:",
+        "        if len(self.connections) > 100 * self._limits.connections:",
+        (f"{LIMITS}::test_connections_are_limited",),
     ),
 )
