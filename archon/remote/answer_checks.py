@@ -127,6 +127,18 @@ class Fields:
             raise self.wrong(f"an integer from {low} to {high}")
         return self.value
 
+    def number(self) -> float:
+        """Return a finite number; a boolean is 0 or 1."""
+        if type(self.value) in (bool, int, float) and -1e308 <= self.value <= 1e308:
+            return float(self.value)
+        raise self.wrong("a finite number")
+
+    def boolean(self) -> bool:
+        """Return a boolean."""
+        if type(self.value) is not bool:
+            raise self.wrong("true or false")
+        return self.value
+
     def content(self) -> str:
         """Return a string. A lone surrogate is refused, because it cannot be written to a file."""
         if type(self.value) is not str or not _SURROGATES.isdisjoint(self.value):

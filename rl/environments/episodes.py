@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -14,12 +15,18 @@ from archon.data.encoding import plain_prompt
 from archon.data.environments import environment_function, parse_environment
 from archon.generation.record import TokenRecord, UnusableAnswerError
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelResponse
+from archon.remote.http import ServerError
 from archon.rl.episode_context import workflow_context
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflows.base import SamplingWorkflow, drop_failed_samples
 from archon.rl.workflows.conversation import converse
 from archon.schema.errors import ConfigError, UserError
 from archon.schema.lazy import import_dotted
+
+MAX_CHARACTERS = 2**20
+"""Maximum characters of an observation: more than the context of any model; a tokenizer needs a second for them."""
+MAX_REWARD = 1e30
+"""Maximum size of a step's reward: no sum of an episode's rewards leaves the range of float32, 3.4e38."""
 
 
 class Step(NamedTuple):
@@ -110,12 +117,13 @@ class EnvironmentWorkflow(SamplingWorkflow):
 
             async def act(action: str, response: ModelResponse) -> str | None:
                 nonlocal total, done
-                observation, reward, done = await self._call_environment(environment.step, action)
-                total += float(reward)
-                return None if done or record.turns == self.max_turns else str(observation)
+                step = self._checked_step(await self._call_environment(environment.step, action))
+                total, done = total + step.reward, step.done
+                return None if done or record.turns == self.max_turns else step.observation
 
             try:
-                prompt_ids = self._prompt_ids(await self._call_environment(environment.reset, seed))
+                first = self._checked_text(await self._call_environment(environment.reset, seed))
+                prompt_ids = self._prompt_ids(first)
                 await converse(engine, record, prompt_ids, index, act, self.gconfig, self.tokenizer)
             finally:
                 if hasattr(environment, "close"):
@@ -132,11 +140,50 @@ class EnvironmentWorkflow(SamplingWorkflow):
         try:
             returned = function(*arguments)
             return await returned if inspect.isawaitable(returned) else returned
+        except ServerError as error:
+            raise self._failure(f"failed: {error}") from error
         except UserError:
             raise
         except Exception as error:
-            message = f"the environment {self.name} raised {type(error).__name__}: {error}"
-            raise UnusableAnswerError("environment_failed", message) from error
+            raise self._failure(f"raised {type(error).__name__}: {error}") from error
+
+    def _checked_step(self, result: Any) -> Step:
+        """Return the result of a step, whose three values are checked before anything uses them."""
+        try:
+            observation, reward, done = result
+        except (TypeError, ValueError):
+            raise self._failure(
+                f"returned a {type(result).__name__} from its step; expected (observation, reward, done)"
+            ) from None
+        try:
+            number = float(reward)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not abs(number) <= MAX_REWARD:
+            raise self._failure(
+                f"returned the reward {number:g} ({type(reward).__name__}); expected a finite number of at most "
+                f"{MAX_REWARD:g}"
+            )
+        return Step(self._checked_text(observation), number, bool(done))
+
+    def _checked_text(self, observation: Any) -> str:
+        """Return an observation as text that a tokenizer reads within a second."""
+        text = str(observation)
+        if len(text) > MAX_CHARACTERS:
+            raise self._failure(
+                f"returned an observation of {len(text):,} characters; expected at most {MAX_CHARACTERS:,}"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise self._failure(
+                f"returned an observation with half of a surrogate pair at character {error.start}, which is no text"
+            ) from None
+        return text
+
+    def _failure(self, problem: str) -> UnusableAnswerError:
+        """Return the error that costs this sample only."""
+        return UnusableAnswerError("environment_failed", f"the environment {self.name} {problem}")
 
 
 def environment_reward(name: str) -> Callable[..., float]:

@@ -12,17 +12,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from archon.data.environments import EnvironmentName
-from archon.remote.http import Http
+from archon.remote.answer_checks import Fields
+from archon.remote.clients import loop_client, require_package, server_session
+from archon.remote.http import Http, ServerError, one_line, parse_json
 from archon.rl.environments.episodes import Step, environment_reward
 from archon.rl.environments.splits import SIZE, episode_rows
-from archon.rl.episode_context import workflow_context
 from archon.schema.errors import ConfigError, RolloutError
 from archon.schema.urls import require_http_url
 
 SECONDS = 60.0
-"""Time limit of one server response."""
-
-_FRAME_BYTES = 100 * 2**20
+"""Time limit of a connection, and of one request until its response is complete."""
+CLOSE_SECONDS = 5.0
+"""Time limit of the end of a session, also if the server sends other messages."""
+MESSAGE_BYTES = 16 * 2**20
+"""Maximum bytes of one message, checked while it arrives. An observation may hold a screenshot next to its text."""
+MAX_FIELDS = 256
+"""Maximum fields of an action or observation."""
 _RESERVED_FIELDS = (
     "done",
     "reward",
@@ -52,12 +57,12 @@ def make_environment(name: EnvironmentName) -> Callable[[], Session]:
     url = _require_url(name)
     name.require_options(["action_field", "observation_field"], "an environment's workflow")
     try:
-        schema = Http(url, sends_key=False).get("/schema")
-        properties = {part: schema[part]["properties"] for part in ("action", "observation")}
-    except (RolloutError, KeyError, TypeError) as error:
+        schema = Fields(f"{url}/schema", Http(url, sends_key=False).get("/schema"))
+        properties = {part: _properties(schema.at(part, "properties")) for part in ("action", "observation")}
+    except RolloutError as error:
         raise ConfigError(
-            f"{name.text}: {url}/schema is not an OpenEnv schema ({type(error).__name__}: {error}); start the server "
-            "first, and set its base URL"
+            f"{name.text}: {url}/schema is not an OpenEnv schema ({error}); start the server first, and set its base "
+            "URL"
         ) from error
     fields = [_text_field(name, part, of_part) for part, of_part in properties.items()]
     return lambda: Session(url, *fields)
@@ -73,42 +78,88 @@ class Session:
 
     async def reset(self, seed: int) -> str:
         """Begin the episode of a seed and return the first observation."""
-        async with asyncio.timeout(SECONDS):
-            http = await workflow_context.get_aiohttp_session()
-            self._socket = await http.ws_connect(self._url, max_msg_size=_FRAME_BYTES)
+        http = await loop_client(server_session, lambda client: client.closed, lambda client: client.close())
+        try:
+            async with asyncio.timeout(SECONDS):
+                self._socket = await http.ws_connect(self._url, max_msg_size=MESSAGE_BYTES)
+        except TimeoutError:
+            raise ServerError(f"{self._url} accepted no connection within {SECONDS:g} s") from None
         return self._observation_text(await self._ask("reset", {"seed": seed}))
 
     async def step(self, action: str) -> Step:
         """Send an action and return its result."""
         answer = await self._ask("step", {self._action_field: action})
-        return Step(self._observation_text(answer), float(answer.get("reward") or 0.0), bool(answer.get("done")))
+        reward = answer.find("reward")
+        return Step(
+            self._observation_text(answer),
+            0.0 if reward is None else reward.number(),
+            answer.at("done").boolean(),
+        )
 
     async def close(self) -> None:
         """End the session, if there is one."""
-        if self._socket is not None:
-            await self._socket.close()
+        if self._socket is None:
+            return
+        try:
+            # aiohttp limits the wait for each message, which a server that keeps sending never exceeds.
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._socket.close()
+        except TimeoutError:
+            pass  # the connection is closed without the server's consent
 
-    def _observation_text(self, answer: Mapping[str, Any]) -> str:
-        return str(answer["observation"].get(self._observation_field, ""))
+    def _observation_text(self, answer: Fields) -> str:
+        """Return the text field; null, which an optional field may be, stands for no text."""
+        observation = answer.at("observation")
+        if type(observation.value) is dict and observation.value.get(self._observation_field, "") is None:
+            return ""
+        return str(observation.at(self._observation_field).value)
 
-    async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the data of the response; raise RuntimeError for a server error."""
-        async with asyncio.timeout(SECONDS):
-            await self._socket.send_str(json.dumps({"type": kind, "data": data}))
-            answer = json.loads(await self._socket.receive_str())
-        payload: dict[str, Any] = answer.get("data", {})
-        if answer.get("type") != "error":
+    async def _ask(self, kind: str, data: dict[str, Any]) -> Fields:
+        """Send a request and return the data of the response.
+
+        Raises:
+            ServerError: the response is late, too large, malformed or an error.
+        """
+        try:
+            async with asyncio.timeout(SECONDS):
+                await self._socket.send_str(json.dumps({"type": kind, "data": data}))
+                received = await self._socket.receive()
+        except TimeoutError:
+            raise ServerError(f"{self._url} did not answer {kind} within {SECONDS:g} s") from None
+        if received.type is not require_package("aiohttp").WSMsgType.TEXT:
+            end = one_line(f"{received.type.name} {str(received.data or '')[:200]} {received.extra or ''}")
+            raise ServerError(
+                f"{self._url} answered {kind} with {end}; expected a text message of at most {MESSAGE_BYTES:,} bytes"
+            )
+        answer = Fields(self._url, parse_json(received.data.encode(), self._url))
+        kind_of_answer, payload = answer.at("type").text(), answer.at("data")
+        if kind_of_answer == "observation":
             return payload
+        if kind_of_answer != "error":
+            raise answer.at("type").wrong("'observation' or 'error'")
+        found = (payload.find("message"), payload.find("code"))
+        message, code = (None if part is None else one_line(str(part.value)) for part in found)
         advice = ""
-        if payload.get("code") == "CAPACITY_REACHED":
+        if code == "CAPACITY_REACHED":
             advice = "; set workflow_args.max_concurrent, or the server's max_concurrent_envs"
-        raise RuntimeError(f"the server says {payload.get('message')!r} ({payload.get('code')}){advice}")
+        raise ServerError(f"{self._url} answered {kind} with the error {message!r} ({code}){advice}")
 
 
 def _require_url(name: EnvironmentName) -> str:
     if not name.task.startswith(("http://", "https://")):
         raise ConfigError(f"{name.text}: expected the server's base URL, such as openenv:http://127.0.0.1:8000")
     return require_http_url(name.task, name.text).rstrip("/")
+
+
+def _properties(part: Fields) -> Mapping[str, Any]:
+    """Return the fields of an action or observation; their names are sent back and shown, so they are short."""
+    if type(part.value) is not dict or len(part.value) > MAX_FIELDS:
+        raise part.wrong(f"an object of at most {MAX_FIELDS} fields")
+    for field, schema in part.value.items():
+        Fields(part.url, field, f"{part.path}, the name of a field").text()
+        if type(schema) is not dict:
+            raise Fields(part.url, schema, f"{part.path}.{field}").wrong("an object")
+    return part.value
 
 
 def _text_field(name: EnvironmentName, part: str, properties: Mapping[str, Any]) -> str:
@@ -130,5 +181,6 @@ def _text_field(name: EnvironmentName, part: str, properties: Mapping[str, Any])
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:
-    kinds = [schema, *schema.get("anyOf", [])]
-    return any(kind.get("type") == "string" for kind in kinds)
+    choices = schema.get("anyOf")
+    kinds = [schema, *(choices if isinstance(choices, list) else [])]
+    return any(isinstance(kind, dict) and kind.get("type") == "string" for kind in kinds)

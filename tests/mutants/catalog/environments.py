@@ -38,10 +38,45 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an action earns the reward of the step before it",
         "rl/environments/episodes.py",
-        "total += float(reward)\n",
-        "total += float(reward) if not done else 0.0\n",
+        "total, done = total + step.reward, step.done",
+        "total, done = total + (0.0 if step.done else step.reward), step.done",
         (
             "tests/rl/environments/test_textarena.py::test_a_right_guess_earns_one_and_only_the_models_tokens_are_trained",
         ),
+    ),
+    Mutant(
+        "a message of a server has no limit",
+        "rl/environments/openenv.py",
+        "max_msg_size=MESSAGE_BYTES",
+        "max_msg_size=0",
+        ("tests/rl/environments/test_hostile_openenv.py::test_a_hostile_answer_costs_one_sample",),
+    ),
+    Mutant(
+        "a server that keeps sending never ends its session",
+        "rl/environments/openenv.py",
+        "asyncio.timeout(CLOSE_SECONDS)",
+        "asyncio.timeout(None)",
+        ("tests/rl/environments/test_hostile_openenv.py::test_a_hostile_answer_costs_one_sample",),
+    ),
+    Mutant(
+        "the end of an episode is any true value",
+        "rl/environments/openenv.py",
+        'answer.at("done").boolean()',
+        'bool(answer.at("done").value)',
+        ("tests/rl/environments/test_hostile_openenv.py::test_a_hostile_answer_costs_one_sample",),
+    ),
+    Mutant(
+        "a server's fault ends the run",
+        "rl/environments/episodes.py",
+        "except ServerError as error:",
+        "except TimeoutError as error:",
+        ("tests/rl/environments/test_hostile_openenv.py::test_a_hostile_answer_costs_one_sample",),
+    ),
+    Mutant(
+        "a step earns a reward that is no number",
+        "rl/environments/episodes.py",
+        "if not abs(number) <= MAX_REWARD:",
+        "if abs(number) > MAX_REWARD:",
+        ("tests/rl/environments/test_hostile_openenv.py::test_invalid_values_of_any_environment_cost_one_sample",),
     ),
 )
