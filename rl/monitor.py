@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hmac
 import json
 import os
@@ -14,7 +13,7 @@ from typing import Any
 from archon.remote.engine import RemoteEngine
 from archon.remote.http import KEY
 from archon.remote.prometheus import CONTENT_TYPE, Metric, counter, gauge, render
-from archon.schema.errors import ConfigError
+from archon.schema.listening import listening
 
 HOST = "127.0.0.1"
 MAX_BODY = 4096
@@ -26,7 +25,7 @@ class Monitor(ThreadingHTTPServer):
     Joining and leaving needs the servers' key, if they have one. `newest` returns the metrics of the last step.
 
     Raises:
-        ConfigError: the port is in use.
+        ConfigError: the port cannot be used.
     """
 
     daemon_threads = True
@@ -34,14 +33,8 @@ class Monitor(ThreadingHTTPServer):
 
     def __init__(self, port: int, newest: Callable[[], Mapping[str, Any]], engine: RemoteEngine) -> None:
         self.newest, self.engine = newest, engine
-        try:
+        with listening(HOST, port, "rollout.push.port"):
             super().__init__((HOST, port), _Handler)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise ConfigError(
-                f"rollout.push.port: {port} on {HOST} is in use; choose another, or 0 for a free one"
-            ) from None
         self._thread = threading.Thread(target=self.serve_forever, name="archon-monitor", daemon=True)
         self._thread.start()
 

@@ -82,9 +82,9 @@ def command(
     resolved = load_config(ServeConfig, config, overrides or [])
     if token is not None and not token.strip():
         raise ConfigError("the token is empty; set one, or remove it on loopback")
-    from archon.serve.service import check_host
+    from archon.serve.service import check_address
 
-    check_host(host, token)  # before a model is loaded
+    check_address(host, port, token)  # before a model is loaded
     if lora_root is not None and token is None:
         raise ConfigError("--lora-root lets clients load LoRAs and requires a token; set one with --token")
     if lora_root is not None and not lora_root.is_dir():
@@ -117,9 +117,9 @@ def parse_lora_folders(options: Sequence[str]) -> dict[str, Path]:
 def serve_training(path: Path, train: Path, overrides: list[str], host: str, port: int, token: str | None) -> NoReturn:
     """Run `archon rl` on client sessions, starting from the checkpoint `path`, and exit with its code."""
     from archon.cli.train import exit_with, run_training
-    from archon.serve.service import check_host
+    from archon.serve.service import check_address
 
-    check_host(host, token)
+    check_address(host, port, token)
     if token is not None:
         os.environ["ARCHON_TOKEN"] = token  # an override would write it to the run directory
     online = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 from email.utils import formatdate
 
@@ -11,7 +10,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from archon.schema.errors import ConfigError
+from archon.schema.listening import listening
 from archon.serve import metrics_route, rollout_routes
 from archon.serve.error_responses import ErrorResponse, error_body
 from archon.serve.request_log import RequestLog
@@ -34,8 +33,9 @@ class AgentServer(Service):
         """Start to listen and return the base URL, which ends in /v1; port 0 selects a free port.
 
         Raises:
-            ConfigError: a host other than loopback without a token, or a port in use.
+            ConfigError: a host other than loopback without a token, or an address that cannot be used.
         """
+        host = host.removeprefix("[").removesuffix("]")
         check_host(host, self._token)
         config = uvicorn.Config(
             RequestLog(app) if self.log_requests else app,
@@ -51,12 +51,8 @@ class AgentServer(Service):
         )
         self._state = ServerState()
         loop = asyncio.get_running_loop()
-        try:
+        with listening(host, port):
             self._listener = await loop.create_server(lambda: Connection(config, self._state, self), host, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise ConfigError(f"port {port} on {host} is in use; choose another, or 0 for any that is free") from None
         self.port = self._listener.sockets[0].getsockname()[1]
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
 

@@ -15,6 +15,7 @@ from archon.data.images import ImageReader
 from archon.generation.lora import ServedLoRA
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.schema.errors import ConfigError
+from archon.schema.listening import require_address
 
 try:
     from fastapi import HTTPException
@@ -229,6 +230,12 @@ def _parse_host(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return ""
+
+
+def check_address(host: str, port: int, token: str | None) -> None:
+    """Raise `ConfigError` if `check_host` does, or if the server could not listen there."""
+    check_host(host, token)
+    require_address(host.removeprefix("[").removesuffix("]"), port)
 
 
 def check_host(host: str, token: str | None) -> None:

@@ -22,6 +22,7 @@ from archon.remote.http import KEY
 from archon.schema.children import start_child
 from archon.schema.errors import ConfigError
 from archon.schema.keeper import GRACE_SECONDS
+from archon.schema.listening import listening
 
 LOG_BYTES = 4000
 END_SECONDS = 30.0
@@ -139,8 +140,8 @@ class LocalHandle(ServerHandle):
         self._server: subprocess.Popen[bytes] | None = None
 
     def _start(self) -> None:
-        port = self.url.rpartition(":")[2] or str(_free_port(self.host))
-        self.url = f"http://{self.host}:{port}"
+        port = str(_free_port(self.host, int(self.url.rpartition(":")[2] or 0)))
+        self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
         with self._log.open("ab") as log:
             try:
                 self._server = start_child(
@@ -183,9 +184,17 @@ def log_tail(path: Path) -> str:
         return f"(no log: {error})"
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as free:
-        free.bind((host, 0))
+def _free_port(host: str, preferred: int = 0) -> int:
+    """Return the preferred port, or another one if it is 0 or another process has taken it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with listening(host, preferred, "rollout.launch"):
+            free = socket.create_server((host, preferred), family=family)
+    except ConfigError:
+        if preferred == 0:
+            raise
+        return _free_port(host)
+    with free:
         port: int = free.getsockname()[1]
         return port
 

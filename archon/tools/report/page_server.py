@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from archon.schema.errors import ConfigError, UserError
+from archon.schema.errors import UserError
+from archon.schema.listening import listening
 from archon.tools.report.page import render_page
 from archon.tools.report.run_data import load_run
 
@@ -14,19 +14,15 @@ HOST = "127.0.0.1"
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Server of one run at `/`; `port` 0 chooses a free port. Raises ConfigError if the port is in use."""
+    """Server of one run at `/`; `port` 0 chooses a free port. Raises ConfigError if the port cannot be used."""
 
     daemon_threads = True
     allow_reuse_address = False  # a second server on the same port is a mistake, not a restart
 
     def __init__(self, run_dir: str | Path, port: int):
         self.run_dir = Path(run_dir)
-        try:
+        with listening(HOST, port):
             super().__init__((HOST, port), ReportHandler)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise ConfigError(f"port {port} on {HOST} is in use; choose another, or 0 for a free one") from None
 
     @property
     def url(self) -> str:

@@ -430,4 +430,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "yield group",
         ("tests/schema/test_capacity.py",),
     ),
+    Mutant(
+        "a restarted server keeps a port that another process listens at",
+        "archon/remote/launchers/base.py",
+        "return _free_port(host)\n",
+        "return preferred\n",
+        ("tests/serve/test_listening.py::test_a_restarted_server_leaves_a_port_that_another_process_has_taken",),
+    ),
+    Mutant(
+        "the address of a server is only checked after its model was read",
+        "archon/cli/serve.py",
+        "    check_address(host, port, token)  # before a model is loaded\n",
+        "",
+        ("tests/serve/test_listening.py::test_the_address_is_checked_before_the_model_is_read",),
+    ),
+    Mutant(
+        "a host without an address is a traceback",
+        "archon/schema/listening.py",
+        "except (socket.gaierror, UnicodeError, ValueError) as error:",
+        "except UnicodeDecodeError as error:",
+        ("tests/serve/test_listening.py::test_a_host_that_cannot_be_used_is_one_line",),
+    ),
 )
