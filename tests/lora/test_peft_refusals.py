@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from archon.checkpoint.peft.reader import read_sizes
+from archon.checkpoint.peft.reader import read_lora_tensors, read_sizes
 from archon.checkpoint.safetensors_file import SafetensorsFile
 from archon.models import get_model_spec
 from archon.models.hf.state_dict import BaseStateDictAdapter
@@ -111,6 +111,13 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "a further stack": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "is no LoRA of this model's"),
     "parameters in one text": ({"target_parameters": "down_proj"}, "target_parameters is .*; expected a list of names"),
     "a version of nobody": ({"peft_version": "new"}, "peft_version is 'new'; expected for example '0.21.2'"),
+    "a base that no file system holds": (
+        {"base_model_name_or_path": "x" * 10**6},
+        "base_model_name_or_path is 'x+; expected null or a text of at most 1024 printable characters",
+    ),
+    "a base with NUL": ({"base_model_name_or_path": "a\0b"}, "expected null or a text of at most 1024 printable"),
+    "a base of an object": ({"base_model_name_or_path": {"a": 1}}, r"base_model_name_or_path is \{'a': 1\}; expected"),
+    "a revision of a list": ({"base_model_name_or_path": "a/b", "revision": [1]}, r"revision is \[1\]; expected null"),
     "another version": ({"peft_version": "0.18.0"}, "expected .* as PEFT 0.18.0 stacks experts"),
 }
 
@@ -135,7 +142,21 @@ def test_modules_named_in_full_are_of_any_layer(folders: dict[str, Folder], tmp_
         folders["stacked"].change(tmp_path / "ends", {"target_modules": ends, "layers_to_transform": [0]})
 
 
+def drop(part: str) -> Callable[[Tensors], Any]:
+    return lambda x: [x.pop(key) for key in [*x] if part in key]
+
+
 REFUSED_TENSORS: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
+    "a module that the config names": (
+        "stacked",
+        drop(QUERIES),
+        f"it has no LoRA of '{QUERIES}', which target_modules",
+    ),
+    "a layer that the config names": (
+        "per_expert",
+        drop("layers.1.self_attn"),
+        "has no LoRA of 'model.layers.1.self_at",
+    ),
     "half of a stack": ("stacked", lambda x: x.pop(f"{EXPERTS}.lora_B.weight"), r"experts\.lora_B\.weight' is missing"),
     "no stack": ("stacked", lambda x: [x.pop(key) for key in [*x] if key.startswith(f"{EXPERTS}.lora")], "is missing"),
     "an expert less": (
@@ -247,3 +268,12 @@ def test_an_adapter_of_another_family_is_refused(folders: dict[str, Folder], tmp
     for folder in folders.values():
         with pytest.raises(CheckpointError, match="is no LoRA of this model's linear layers; of another model"):
             read_sizes(folder.path, other)
+
+
+def test_a_value_that_is_not_finite_is_named_with_its_key(folders: dict[str, Folder], tmp_path: Path) -> None:
+    folder = folders["stacked"]
+    folder.change(tmp_path, {}, lambda x: x[f"{EXPERTS}.lora_B.weight"].fill_(torch.inf))
+    with pytest.raises(CheckpointError) as error:
+        read_lora_tensors(tmp_path, folder.adapter, read_sizes(tmp_path, folder.adapter))
+    expected = f"{tmp_path}/adapter_model.safetensors: key '{EXPERTS}.lora_B.weight' has values that are not finite"
+    assert str(error.value) == expected

@@ -21,6 +21,8 @@ CONFIG_FILE = "adapter_config.json"
 WRITTEN_PEFT_VERSION = "0.21.2"
 """PEFT version of the written format."""
 _MAX_BYTES = 2**24
+MAX_PATH = 1024
+"""Maximum characters of a path or hub id: Linux allows 4,096 bytes, and a character has at most 4."""
 
 # Fields that define how a LoRA is applied, read below.
 _READ_FIELDS = {
@@ -106,6 +108,10 @@ class PeftConfig:
             fail(self.path, f"the weights file has a LoRA of {key!r}, but {problem}")
         return LoRASize(int(self.ranks.first(key, self.rank)), float(self.alphas.first(key, self.alpha)), self.rslora)
 
+    def names(self, module: str) -> bool:
+        """Return whether `target_modules` names this module and nothing excludes it, so that it must have a LoRA."""
+        return self.modules is not None and self._exclusion_reason(module) is None
+
     def _exclusion_reason(self, module: str) -> str | None:
         """Return the reason why a module has no LoRA, if any."""
         if self.modules is not None and not _matches(self.modules, module):
@@ -142,10 +148,10 @@ def read_config(path: Path) -> PeftConfig:
     rslora = config.get("use_rslora")
     if rslora not in (True, False, None):
         fail(path, f"use_rslora is {rslora!r}; expected true or false")
-    targets, base = config.get("target_modules"), config.get("base_model_name_or_path")
+    targets, base = config.get("target_modules"), _path(path, config, "base_model_name_or_path")
     return PeftConfig(
         path=path,
-        base=_with_revision(base, config.get("revision")) if isinstance(base, str) and base else None,
+        base=_with_revision(base, _path(path, config, "revision")) if base else None,
         version=_version(path, config.get("peft_version")),
         rank=_rank(path, "r", config.get("r", 8)),
         alpha=_alpha(path, "lora_alpha", config.get("lora_alpha", 8)),
@@ -160,10 +166,20 @@ def read_config(path: Path) -> PeftConfig:
     )
 
 
-def _with_revision(base: str, revision: Any) -> str:
+def _path(path: Path, config: Mapping[str, Any], field: str) -> str | None:
+    """Return a path, a hub id or a revision, or None; what the file system cannot hold is refused."""
+    value = config.get(field)
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > MAX_PATH or not value.isprintable():
+        fail(path, f"{field} is {value!r:.200}; expected null or a text of at most {MAX_PATH} printable characters")
+    return value
+
+
+def _with_revision(base: str, revision: str | None) -> str:
     """Return a hub id with its revision; a path has none."""
     hub_id = None if Path(base).exists() else parse_hub_id(base)
-    return f"{base}@{revision}" if hub_id is not None and isinstance(revision, str) and revision else base
+    return f"{base}@{revision}" if hub_id is not None and revision else base
 
 
 def _rank(path: Path, field: str, value: Any) -> int:

@@ -28,7 +28,7 @@ from archon.checkpoint.safetensors_file import SafetensorsFile, fail
 from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import lora_parameter_names, single_lora_names
-from archon.models.lora.targets import LoRASize, lora_matrices
+from archon.models.lora.targets import VISION_PREFIX, LoRASize, lora_matrices
 from archon.parallel.fsdp import local_region, local_tensor
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -99,10 +99,14 @@ def _open(path: str | os.PathLike[str]) -> Iterator[tuple[PeftConfig, Safetensor
 def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAdapter) -> list[_Stored]:
     """Return the LoRAs of an open file, after checking keys and shapes."""
     matrices = lora_matrices(adapter)
-    tensors = peft_tensors(adapter, matrices) | peft_tensors(adapter.in_memory, matrices)
-    known = [*tensors.values()]
-    if not any(TEXT_MODEL in key for key in file.entries):
+    in_memory = peft_tensors(adapter.in_memory, matrices)
+    known = [*(peft_tensors(adapter, matrices) | in_memory).values()]
+    # PEFT adapts the linear layers of transformers' model, which stacks experts.
+    linear = [tensor for tensor in in_memory.values() if tensor.experts is None]
+    if not any(TEXT_MODEL in key for key in file.entries):  # the LoRA of a plain text decoder
         known = [tensor.in_text_model for tensor in known]
+        linear = [tensor.in_text_model for tensor in linear if not tensor.parts[0].name.startswith(VISION_PREFIX)]
+    required = {tensor.name for tensor in linear if config.names(tensor.name)}
     modules = [tensor for tensor in known if tensor.experts is None]
     stacks = [tensor for tensor in known if tensor.experts is not None and config.is_parameter(tensor.name)]
     keys = key_pairs([*modules, *stacks])
@@ -125,6 +129,12 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
         missing = [key for key in keys[tensor.name] if key not in file.entries]
         if len(missing) == 1 or (missing and tensor.experts is not None):
             fail(file.path, f"key {missing[0]!r} is missing")
+        if missing and tensor.name in required:
+            fail(
+                file.path,
+                f"it has no LoRA of {tensor.name!r}, which target_modules of {CONFIG_FILE} names; is the file "
+                "incomplete, or the LoRA of another model?",
+            )
         if not missing:
             stored.append(_stored_tensor(config, file, tensor, keys[tensor.name], parts.get(tensor.name)))
     return stored
@@ -270,8 +280,9 @@ def _read_pairs(file: SafetensorsFile, stored: Sequence[_Stored]) -> dict[str, P
     pairs: dict[str, Pair] = {}
     rows: dict[str, dict[int, Pair]] = {}
     for item in stored:
+        pair = _read(file, item.keys[0]), _read(file, item.keys[1])
         try:
-            parts = item.parts((_read(file, item.keys[0]), _read(file, item.keys[1])))
+            parts = item.parts(pair)
         except ValueError as error:
             fail(file.path, f"its metadata {PARTS!r} does not fit {item.keys[1]!r}: {error}")
         for target, part in zip(item.tensor.parts, parts, strict=True):

@@ -432,4 +432,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "return size.rank * (shape[-2] + shape[-1])",
         ("tests/lora/test_low_ranks.py::test_parameters_are_counted_of_every_expert",),
     ),
+    Mutant(
+        "a LoRA without some of its modules is loaded",
+        "archon/checkpoint/peft/reader.py",
+        "if missing and tensor.name in required:",
+        "if missing and tensor.name in ():",
+        ("tests/lora/test_peft_refusals.py::test_tensors_that_are_not_all_of_a_models_adapters",),
+    ),
+    Mutant(
+        "the base of a LoRA may be a text that no file system holds",
+        "archon/checkpoint/peft/config.py",
+        "if not isinstance(value, str) or len(value) > MAX_PATH or not value.isprintable():",
+        "if not isinstance(value, str):",
+        ("tests/lora/test_peft_refusals.py::test_fields_that_contradict_the_tensors_or_archon",),
+    ),
 )
