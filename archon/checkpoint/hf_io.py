@@ -26,8 +26,10 @@ from archon.checkpoint.hf_reader import (
     read_hf_config,
 )
 from archon.checkpoint.peft.reader import load_lora, read_sizes
+from archon.checkpoint.safetensors_file import fail
 from archon.checkpoint.tokenizer import load_tokenizer
 from archon.models import get_model_spec
+from archon.models.args.base import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import as_dict
 from archon.models.hf.state_dict import BaseStateDictAdapter
@@ -147,6 +149,28 @@ def load_model(
     return model
 
 
+def differing_argument(args: BaseModelArgs, other: BaseModelArgs) -> tuple[str, Any, Any] | None:
+    """Return the name and both values of the first argument in which two models differ; None for the same model.
+
+    The attention backend does not matter, nor do balancing biases, which are 0 in a model that is saved or loaded.
+    """
+    first, second = (asdict(replace(each, attn_type="auto", balance_by_bias=False)) for each in (args, other))
+    for name in [*first, *second]:
+        if first.get(name) != second.get(name):
+            return name, first.get(name), second.get(name)
+    return None
+
+
+def require_same_model(path: str | os.PathLike[str], args: BaseModelArgs) -> None:
+    """Raise CheckpointError unless a checkpoint's config describes the model of `args`; reads no weights."""
+    loaded = load_spec(path)
+    if loaded.spec.model_args_class is not type(args):
+        fail(path, f"it is a checkpoint of the family {loaded.spec.name}, expected the served model's")
+    if (difference := differing_argument(loaded.adapter.args, args)) is not None:
+        name, found, expected = difference
+        fail(path, f"its config has {name}={found!r:.200}, expected the served model's {expected!r:.200}")
+
+
 def _model_config(model: nn.Module) -> dict[str, Any]:
     """Return the config of a transformers model; raise ConfigError for other modules."""
     config = as_dict(getattr(model, "config", None))
@@ -242,16 +266,12 @@ def save_model(
         )
     text_only = is_text_decoder(model.args, read_hf_config(like)["model_type"])
     loaded = load_spec(like, is_critic=model.args.is_critic, text_only=text_only)
-    saved_args = asdict(model.args)
-    if "balance_by_bias" in saved_args:
-        saved_args["balance_by_bias"] = False  # biases of 0 change nothing
-    like_args = asdict(replace(loaded.adapter.args, attn_type=model.args.attn_type))
-    for name in [*saved_args, *like_args]:
-        if saved_args.get(name) != like_args.get(name):
-            raise CheckpointError(
-                f"{like}: its config has {name}={like_args.get(name)!r}, the model to save {saved_args.get(name)!r}; "
-                "`like` must be a checkpoint of the same model"
-            )
+    if (difference := differing_argument(loaded.adapter.args, model.args)) is not None:
+        name, found, saved = difference
+        raise CheckpointError(
+            f"{like}: its config has {name}={found!r}, the model to save {saved!r}; `like` must be a checkpoint of the "
+            "same model"
+        )
     require_zero_expert_biases(model, loaded.adapter)
     weights = loaded.adapter.export(full_tensors(loadable_tensors(model, loaded.adapter).items()))
     limits: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}

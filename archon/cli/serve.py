@@ -22,6 +22,7 @@ from archon.schema.errors import ConfigError
 if TYPE_CHECKING:
     from archon.checkpoint.peft.export import LoRAWeights
     from archon.cli.serve_config import ServeConfig
+    from archon.models.base import BaseArchonModel
     from archon.serve.server import AgentServer
 
 CPU_PREFILL_TOKENS = 512
@@ -145,7 +146,7 @@ def make_server(
     """Load the checkpoint and its LoRAs. Returns the server, which does not listen yet."""
     import torch
 
-    from archon.checkpoint.hf_io import load_model
+    from archon.checkpoint.hf_io import load_model, require_same_model
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.checkpoint.peft.export import read_lora_weights
     from archon.checkpoint.tokenizer import has_tokenizer, load_tokenizer, saved_tokenizer
@@ -184,6 +185,10 @@ def make_server(
             raise ConfigError(f"--lora has the name of the base model, {name!r}; choose another, or set model_name")
         engine.load_lora(name, replace(read_lora_weights(folder, names, path), stop_ids=stop_ids[name]))
 
+    def read_pushed(folder: Path) -> BaseArchonModel:
+        require_same_model(folder, engine.model.args)  # before memory is allocated
+        return read(folder)
+
     def read_lora(folder: Path) -> LoRAWeights:
         stop_ids = lora_stop_ids(folder if has_tokenizer(folder) else None, path, tokenizer)
         return replace(read_lora_weights(folder, names), stop_ids=stop_ids)
@@ -201,7 +206,7 @@ def make_server(
         pushed=(
             None
             if push_root is None
-            else PushedWeights(engine, push_root, read, lambda folder: read_lora_weights(folder, names))
+            else PushedWeights(engine, push_root, read_pushed, lambda folder: read_lora_weights(folder, names))
         ),
         limits=Limits(
             body_bytes=config.max_body_bytes,

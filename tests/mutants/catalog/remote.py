@@ -451,4 +451,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "except UnicodeDecodeError as error:",
         ("tests/serve/test_listening.py::test_a_host_that_cannot_be_used_is_one_line",),
     ),
+    Mutant(
+        "pushed weights of another model replace the served ones",
+        "archon/cli/serve.py",
+        "        require_same_model(folder, engine.model.args)  # before memory is allocated\n",
+        "",
+        ("tests/remote/test_hostile_pushes.py::test_a_hostile_push_changes_nothing",),
+    ),
 )
