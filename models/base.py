@@ -164,9 +164,10 @@ class BaseArchonModel(nn.Module, Generic[Args]):
         self.model_class = type(self)
         self.tok_embeddings = Embedding(args.vocab_size, args.dim, padding_idx=args.pad_token_id)
         self.layer_specs = args.layer_specs
-        self.ropes = [RotaryEmbedding(spec) for spec in args.ropes]
+        ropes = args.ropes  # computed from all layers at every access
+        self.ropes = [RotaryEmbedding(spec) for spec in ropes]
         self.rope_of_layer = [
-            None if spec.mixer.rope is None else args.ropes.index(spec.mixer.rope) for spec in self.layer_specs
+            None if spec.mixer.rope is None else ropes.index(spec.mixer.rope) for spec in self.layer_specs
         ]
         self.expert_layers = args.expert_layers
         self.layers = nn.ModuleDict({str(layer): self.build_block(layer) for layer in range(args.n_layers)})

@@ -24,6 +24,7 @@ from archon.checkpoint.hf_reader import (
     load_hf_weights,
     loadable_tensors,
     read_hf_config,
+    require_shapes,
 )
 from archon.checkpoint.peft.reader import load_lora, read_sizes
 from archon.checkpoint.safetensors_file import fail
@@ -128,6 +129,8 @@ def load_model(
         raise ConfigError(f"device {str(device)!r} cannot be used here: {reason}") from None
     adapter = loaded.adapter
     sizes = {} if lora is None else read_sizes(lora, adapter)
+    if not isinstance(path, nn.Module):
+        require_shapes(path, adapter)
     # 2. Build the model on the meta device, then allocate its memory.
     with torch.device("meta"):
         model = loaded.spec.model_class(replace(adapter.args, attn_type=attn_type)).to(dtype)

@@ -182,6 +182,28 @@ def load_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, path: str |
             checkpoint.read(match_parameters(checkpoint, model, adapter))
 
 
+def require_shapes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> None:
+    """Raise CheckpointError if the shape of a stored tensor contradicts the config.
+
+    A config can claim any size, and a file holds the tensors that its header lists. Call this before memory is
+    allocated, so that the config's claims take none. `load_hf_weights` then checks everything else.
+    """
+    if "from_hf" in adapter.overrides:  # its map does not describe the tensors
+        return
+    with HFCheckpoint(path) as checkpoint:
+        if adapter.args.n_layers > len(checkpoint.entries):
+            fail(
+                checkpoint.path / CONFIG_FILE,
+                f"it claims {adapter.args.n_layers} layers, but the weights have {len(checkpoint.entries)} tensors",
+            )
+        adapter = adapter.for_keys(checkpoint.entries)
+        expected = adapter.hf_shapes()
+        for key, tensor in checkpoint.tensors(adapter).items():
+            for target in adapter.hf_to_native(key) if key in expected else ():
+                if not target.must_equal:
+                    _check_stored(key, tensor, target, expected[key])
+
+
 @torch.no_grad()
 def copy_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, state: Mapping[str, Tensor]) -> None:
     """Copy a Hugging Face state dict into the parameters of a model, through the family's `from_hf`.
@@ -327,9 +349,12 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:
     """Return the config's `dtype` or the older `torch_dtype`; float32 by default."""
     name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"config field 'dtype' is {name!r}; expected a floating-point dtype, such as 'bfloat16'")
+    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype) or dtype not in WEIGHT_DTYPES:
+        raise ConfigError(
+            f"config field 'dtype' is {name!r:.200}; expected float64, float32, float16 or bfloat16, the dtypes of "
+            "weights without scales"
+        )
     return dtype
 
 

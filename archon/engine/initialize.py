@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from archon.checkpoint.hf_io import load_spec
+from archon.checkpoint.hf_reader import require_shapes
 from archon.checkpoint.peft.reader import load_lora, read_peft_config
 from archon.engine.agreement import require_same_engine
 from archon.engine.build import (
@@ -114,6 +115,8 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
     # 2. Join the other ranks.
     join_process_group(dims.world_size, device.type, config.timeout_s)
     require_same_engine(config, total_steps)
+    if not config.init_from_scratch:
+        require_shapes(config.path, adapter)
     if config.deterministic:
         if device.type == "cuda":  # cuBLAS reads the variable when it creates its first handle
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -34,4 +34,32 @@ MUTANTS: tuple[Mutant, ...] = (
         "slides = [layer % period != 0 for layer in range(n_layers)]",
         ("tests/models/test_hf_config.py",),
     ),
+    Mutant(
+        "memory is allocated for what a config claims",
+        "archon/checkpoint/hf_io.py",
+        "        require_shapes(path, adapter)\n",
+        "        pass\n",
+        ("tests/checkpoint/test_hostile_configs.py::test_a_claim_is_refused_before_memory_is_allocated",),
+    ),
+    Mutant(
+        "memory of a trained model is allocated for what a config claims",
+        "archon/engine/initialize.py",
+        "        require_shapes(config.path, adapter)\n",
+        "        pass\n",
+        ("tests/checkpoint/test_hostile_configs.py::test_a_claim_is_refused_before_memory_is_allocated",),
+    ),
+    Mutant(
+        "each layer computes the RoPE specs of all layers",
+        "models/base.py",
+        "None if spec.mixer.rope is None else ropes.index",
+        "None if spec.mixer.rope is None else args.ropes.index",
+        ("tests/checkpoint/test_hostile_configs.py::test_the_work_of_layers_is_linear",),
+    ),
+    Mutant(
+        "weights may be exported in a dtype that needs scales",
+        "archon/checkpoint/hf_reader.py",
+        "dtype not in WEIGHT_DTYPES:\n        raise ConfigError",
+        "not dtype.is_floating_point:\n        raise ConfigError",
+        ("tests/checkpoint/test_hostile_configs.py::test_a_claim_is_refused_before_memory_is_allocated",),
+    ),
 )
