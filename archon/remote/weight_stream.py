@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +28,15 @@ ALIGNMENT = 16
 POLL_SECONDS = 0.01
 _JOINED = "joined"
 
+MAX_DESCRIPTION_BYTES = 2**24
+"""Maximum bytes of a bucket's description, far above the 200 bytes of each of the tensors in `BUCKET_BYTES`."""
+MAX_DIMENSIONS = 8
+
 Named = tuple[str, Tensor]
+
+
+class WeightStreamError(RuntimeError):
+    """A stream of weights that is malformed, or announces more than a machine holds."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +62,41 @@ def pack(tensors: Iterable[Named], device: torch.device) -> Iterator[Bucket]:
 
 
 def unpack(bucket: Bucket) -> Iterator[Named]:
-    """Yield (name, tensor); the tensors are views of `bucket.data`."""
+    """Yield (name, tensor); the tensors are views of `bucket.data`.
+
+    Raises:
+        WeightStreamError: the description is malformed, or describes other bytes than the bucket has.
+    """
     start = 0
-    for name, dtype_name, shape in json.loads(bucket.description):
-        dtype = getattr(torch, dtype_name)
+    for name, dtype, shape in _described(bucket.description):
         end = start + math.prod(shape) * dtype.itemsize
+        if end > bucket.data.numel():
+            raise WeightStreamError(f"{name!r:.200} ends at byte {end} of a bucket of {bucket.data.numel()} bytes")
         yield name, bucket.data[start:end].view(dtype).view(shape)
         start = _padded_size(end)
+    if start != bucket.data.numel():
+        raise WeightStreamError(f"a bucket of {bucket.data.numel()} bytes is described as one of {start}")
+
+
+def _described(description: bytes) -> list[tuple[str, torch.dtype, list[int]]]:
+    """Return the checked entries of a description."""
+    try:
+        entries = json.loads(description)
+    except (ValueError, RecursionError):
+        entries = None
+    if not isinstance(entries, list):
+        raise WeightStreamError(f"a bucket is described by {description[:80]!r}; expected a JSON list of tensors")
+    found = []
+    for entry in entries:
+        name, dtype, shape = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
+        kind = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+        sizes = shape if isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS else [-1]
+        if not (isinstance(name, str) and isinstance(kind, torch.dtype)) or not all(
+            type(size) is int and 0 <= size < 2**40 for size in sizes
+        ):
+            raise WeightStreamError(f"a tensor is described by {entry!r:.200}; expected [name, dtype, shape]")
+        found.append((name, kind, sizes))
+    return found
 
 
 class Sender:
@@ -124,18 +161,41 @@ def receive_tensors(
     """Join the group of a `Sender` as worker `rank` (from 1), and yield each (name, tensor) of the stream.
 
     The tensors stay valid. If the caller stops before the end, the sender and the other workers block.
+
+    Raises:
+        WeightStreamError: the stream is malformed, repeats a name, or announces a bucket larger than the memory.
     """
     limit = timedelta(seconds=seconds)
     store = dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
     store.add(_JOINED, 1)
     group = _Group(store, rank, workers + 1, backend, local_address(address), limit)
     device = device if backend == "nccl" else torch.device("cpu")
-    while True:
-        sizes = group.broadcast(torch.empty(2, dtype=torch.int64, device=device)).tolist()
-        if not any(sizes):
-            return
-        description, data = (group.broadcast(torch.empty(n, dtype=torch.uint8, device=device)) for n in sizes)
-        yield from unpack(Bucket(description.cpu().numpy().tobytes(), data))
+    most, names = _memory_bytes(device), set[str]()
+    try:
+        while True:
+            sizes = group.broadcast(torch.empty(2, dtype=torch.int64, device=device)).tolist()
+            if not any(sizes):
+                return
+            if not 0 <= sizes[0] <= MAX_DESCRIPTION_BYTES or not 0 <= sizes[1] <= most:
+                raise WeightStreamError(
+                    f"a bucket of {sizes[1]:,} bytes with a description of {sizes[0]:,} is announced; expected at most "
+                    f"{most:,}, the memory of {device}, and {MAX_DESCRIPTION_BYTES:,}"
+                )
+            description, data = (group.broadcast(torch.empty(n, dtype=torch.uint8, device=device)) for n in sizes)
+            for name, tensor in unpack(Bucket(description.cpu().numpy().tobytes(), data)):
+                if name in names:
+                    raise WeightStreamError(f"the tensor {name!r:.200} is sent twice")
+                names.add(name)
+                yield name, tensor
+    finally:
+        del group  # a traceback would keep it, and the sender would wait until its time-out
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Return the memory of a device, used or not: no bucket can be larger."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def local_address(host: str) -> str:

@@ -64,11 +64,17 @@ def test_inspect_refuses_a_value_of_the_wrong_kind(archon, checkpoint, changes):
     assert f"config field '{next(iter(changes))}' is" in archon("inspect", checkpoint).complaint
 
 
+def test_model_larger_than_the_memory(archon, checkpoint, sft_overrides):
+    change_config(checkpoint, vocab_size=10**12)
+    complaint = archon("sft", *sft_overrides, "model.init_from_scratch=true").complaint
+    assert "GiB of weights do not fit the memory of cpu" in complaint
+
+
 @pytest.mark.parametrize("command", ["sft", "generate"])
-def test_model_larger_than_the_memory(archon, checkpoint, sft_overrides, command):
+def test_a_config_that_claims_more_than_the_weights(archon, checkpoint, sft_overrides, command):
     change_config(checkpoint, vocab_size=10**12)
     arguments = sft_overrides if command == "sft" else [checkpoint, "--prompt", "1+1="]
-    assert "GiB of weights do not fit the memory of cpu" in archon(command, *arguments).complaint
+    assert "expected [1000000000000, 32] by its config" in archon(command, *arguments).complaint
 
 
 @pytest.mark.parametrize(

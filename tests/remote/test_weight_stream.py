@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import Tensor
 
 from archon.remote import weight_stream
-from archon.remote.weight_stream import Sender, pack, receive_tensors, unpack
+from archon.remote.weight_stream import Bucket, Sender, WeightStreamError, pack, receive_tensors, unpack
 
 CPU = torch.device("cpu")
 
@@ -76,3 +80,63 @@ def test_waits_end_where_the_other_side_is_gone(tensors: dict[str, Tensor]) -> N
         sender.close()
         with pytest.raises(RuntimeError):
             worker.result(30)
+
+
+def described(*entries: object, size: int = 16) -> Bucket:
+    return Bucket(json.dumps(entries).encode(), torch.zeros(size, dtype=torch.uint8))
+
+
+MALFORMED = {
+    "no JSON": (Bucket(b"{", torch.zeros(0, dtype=torch.uint8)), "expected a JSON list of tensors"),
+    "nesting": (Bucket(b"[" * 10**5, torch.zeros(0, dtype=torch.uint8)), "expected a JSON list of tensors"),
+    "an object": (Bucket(b"{}", torch.zeros(0, dtype=torch.uint8)), "expected a JSON list of tensors"),
+    "no shape": (described(["a", "float32"]), "expected [name, dtype, shape]"),
+    "a name of a number": (described([1, "float32", [4]]), "expected [name, dtype, shape]"),
+    "a function for a dtype": (described(["a", "load", [4]]), "expected [name, dtype, shape]"),
+    "a negative size": (described(["a", "float32", [-4]]), "expected [name, dtype, shape]"),
+    "a size of text": (described(["a", "float32", ["4"]]), "expected [name, dtype, shape]"),
+    "many dimensions": (described(["a", "float32", [1] * 99]), "expected [name, dtype, shape]"),
+    "more than its bytes": (described(["a", "float32", [5]]), "ends at byte 20 of a bucket of 16 bytes"),
+    "huge": (described(["a", "float32", [2**39, 2**39]]), "of a bucket of 16 bytes"),
+    "less than its bytes": (described(["a", "float32", [4]], size=64), "of 64 bytes is described as one of 16"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_bucket_is_refused(name: str) -> None:
+    bucket, expected = MALFORMED[name]
+    with pytest.raises(WeightStreamError, match=re.escape(expected)) as error:
+        list(unpack(bucket))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+TWICE = described(["a", "float32", [4]], ["a", "float32", [4]], size=32)
+
+
+@pytest.mark.parametrize("sent", [[10, 2**62], [2**40, 16], [10, -1], [-1, 16], TWICE], ids=lambda x: str(x)[:20])
+def test_a_worker_leaves_a_malformed_stream_at_once(sent: Bucket | list[int]) -> None:
+    """The first four announce sizes of which nothing comes."""
+    sender, start = Sender("127.0.0.1", 1, "gloo", 20.0), time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        worker = pool.submit(lambda: list(receive_tensors(sender.address, sender.port, 1, 1, "gloo", 20.0, CPU)))
+        assert sender.connect(worker.done)
+        assert sender._group is not None
+        if isinstance(sent, Bucket):
+            with suppress(RuntimeError):  # the worker is gone before the end of the stream
+                sender.send([sent])
+        else:
+            sender._group.broadcast(torch.tensor(sent))
+        with pytest.raises(WeightStreamError, match=r"is announced; expected at most|is sent twice"):
+            worker.result(15)
+    sender.close()
+    assert time.monotonic() - start < 10, "the sender does not wait for its time-out"
+
+
+def test_weights_go_to_an_ipv6_address() -> None:
+    sender = Sender("::1", 1, "gloo", 20.0)
+    with ThreadPoolExecutor(1) as pool:
+        worker = pool.submit(lambda: list(receive_tensors(sender.address, sender.port, 1, 1, "gloo", 20.0, CPU)))
+        assert sender.connect(worker.done)
+        sender.send(pack([("a", torch.ones(3))], CPU))
+        assert [name for name, _ in worker.result(20)] == ["a"]
+    sender.close()

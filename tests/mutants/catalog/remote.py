@@ -458,4 +458,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         ("tests/remote/test_hostile_pushes.py::test_a_hostile_push_changes_nothing",),
     ),
+    Mutant(
+        "a worker allocates whatever a weight stream announces",
+        "archon/remote/weight_stream.py",
+        "or not 0 <= sizes[1] <= most:",
+        "or sizes[1] == most:",
+        ("tests/remote/test_weight_stream.py::test_a_worker_leaves_a_malformed_stream_at_once",),
+    ),
+    Mutant(
+        "a tensor may end beyond its bucket",
+        "archon/remote/weight_stream.py",
+        "if end > bucket.data.numel():",
+        "if end < 0:",
+        ("tests/remote/test_weight_stream.py::test_a_malformed_bucket_is_refused",),
+    ),
 )
