@@ -24,7 +24,6 @@ import urllib.request
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,8 +34,14 @@ from archon.rl.bootstrap import make_tokenizer
 from archon.tools.bench.origin import ROOT, commit, versions
 from archon.tools.check.decoding import transformers_greedy_tokens
 from archon.tools.check.family import CheckedFamily
-from archon.tools.check.oracle import ContractError, family_config, hf_model, random_config, randomize_vectors
-from archon.tools.check.random_configs import FAMILY_VISION
+from archon.tools.check.oracle import (
+    ContractError,
+    family_config,
+    hf_model,
+    is_passthrough,
+    random_config,
+    randomize_vectors,
+)
 from archon.tools.check.round_trip import folder_tensors
 from archon.training.config import TokenizerRecipe
 from archon.training.metrics import read_jsonl
@@ -90,7 +95,7 @@ def make_subject(family: CheckedFamily, work: Path) -> Subject:
         **{name: value for name, value in plain.items() if name in fields},
     )  # fmt: skip
     torch.manual_seed(SEED)
-    theirs = hf_composite(config) if hasattr(config, "vision_config") else hf_model(config)
+    theirs = hf_model(config)
     theirs.eval()
     randomize_vectors(theirs)
     folder = work / "checkpoint"
@@ -103,25 +108,9 @@ def make_subject(family: CheckedFamily, work: Path) -> Subject:
     ids = transformers_greedy_tokens(theirs, tokenizer.encode(PROMPT), NEW_TOKENS)
     end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
     answer, served = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:end]))
-    sees = get_model_spec(family.model_type).text is not None
-    parameters = sum(weight.numel() for name, weight in theirs.named_parameters() if sees or "visual" not in name)
+    adapter = get_model_spec(family.model_type).state_dict_adapter_class(family_config(config, family.model_type))
+    parameters = sum(w.numel() for name, w in theirs.named_parameters() if not is_passthrough(adapter, name))
     return Subject(folder, work, parameters, answer, served)
-
-
-def hf_composite(config: Any) -> Any:
-    """Return a fresh transformers vision-language model; archon computes its text and passes the rest through."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    vision: dict[str, Any] = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "num_position_embeddings": 16,
-    }
-    vision |= FAMILY_VISION.get(config.model_type, {}) | {"out_hidden_size": config.text_config.hidden_size}
-    whole = type(config)(**config.to_dict() | {"vision_config": vision})
-    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]._from_config(whole)
 
 
 def run(*arguments: object, refusal: bool = False) -> str:

@@ -3,14 +3,21 @@
 from dataclasses import dataclass
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf.config import ATTENTION_BIAS, Field, dense_fields, layer_type_windows
+from archon.models.hf.composite import LlavaStateDictAdapter
+from archon.models.hf.config import ATTENTION_BIAS, CompositePolicy, Field, dense_fields, layer_type_windows
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
 from archon.models.layers.spec import NormPlacement
 from archon.models.spec import define_family
 
+# The published config of the model with 4B parameters leaves out the last two fields.
 _FIELDS = dense_fields(
-    num_key_value_heads=4, max_position_embeddings=131072, tie_word_embeddings=True, pad_token_id=0
+    num_key_value_heads=4,
+    max_position_embeddings=131072,
+    tie_word_embeddings=True,
+    pad_token_id=0,
+    num_attention_heads=8,
+    vocab_size=262208,
 ) | {
     "hidden_activation": Field("hidden_act", str, "gelu_pytorch_tanh"),
     "head_dim": Field("head_dim", int, 256),
@@ -18,6 +25,14 @@ _FIELDS = dense_fields(
     "query_pre_attn_scalar": Field("query_pre_attn_scalar", int, 256),
     "final_logit_softcapping": Field("logits_soft_cap", float, None, null=None),
 }
+_IMAGE_FIELDS = (
+    "vision_config",
+    "mm_tokens_per_image",
+    "image_token_index",
+    "boi_token_index",
+    "eoi_token_index",
+    "initializer_range",  # of the projector
+)
 _NORMS = {
     "model.layers.{}.post_attention_layernorm.weight": "layers.{}.attention_post_norm.weight",
     "model.layers.{}.pre_feedforward_layernorm.weight": "layers.{}.ffn_norm.weight",
@@ -35,7 +50,9 @@ class Gemma3TextModelArgs(BaseModelArgs):
     norm_placement: NormPlacement = "both"
     embedding_multiplier_is_rounded: bool = True
 
-    model_types = frozenset({"gemma3_text"})
+    model_types = frozenset({"gemma3_text", "gemma3"})
+    composite_types = {"gemma3": "gemma3_text"}
+    hf_composite = CompositePolicy(_IMAGE_FIELDS, ties=True, unset=("final_logit_softcapping",))
     biases_all_projections = True
     hf_windows = layer_type_windows(default=4096, pattern=6, pattern_field="sliding_window_pattern")
     hf_ropes = RopePolicy(theta=1_000_000.0, local_theta=10_000.0, local_theta_field="rope_local_base_freq")
@@ -53,5 +70,5 @@ class Gemma3TextModelArgs(BaseModelArgs):
 
 Gemma3TextModel = BaseArchonModel[Gemma3TextModelArgs]
 Gemma3TextStateDictAdapter, parallelize_gemma3_text, SPEC = define_family(
-    "gemma3_text", Gemma3TextModel, DENSE_HF_MAP | QK_NORM_HF_MAP | _NORMS
+    "gemma3_text", Gemma3TextModel, DENSE_HF_MAP | QK_NORM_HF_MAP | _NORMS, adapter=LlavaStateDictAdapter
 )

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from archon.models.args.delta_net import DELTA_NET_FIELDS, MTP_FIELDS, QWEN3_5_HF_MAP
 from archon.models.args.moe import SEVERAL_EXPERTS, MoEModelArgs
 from archon.models.base import BaseArchonModel
+from archon.models.hf.composite import CompositeStateDictAdapter
 from archon.models.hf.config import Field, dense_fields
 from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
 from archon.models.qwen3_5_text import Qwen35TextModelArgs
 from archon.models.spec import define_family
-from archon.models.vision.language_model import CompositeStateDictAdapter
 
 
 @dataclass

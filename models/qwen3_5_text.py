@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from archon.models.args.delta_net import DELTA_NET_FIELDS, MTP_FIELDS, QWEN3_5_HF_MAP, DeltaNetModelArgs
 from archon.models.base import BaseArchonModel
+from archon.models.hf.composite import CompositeStateDictAdapter
 from archon.models.hf.config import dense_fields
 from archon.models.hf.rope import MROPE_FIELDS, RopePolicy
 from archon.models.spec import define_family
-from archon.models.vision.language_model import CompositeStateDictAdapter
 
 
 @dataclass

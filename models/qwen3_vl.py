@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.hf.composite import CompositeStateDictAdapter
 from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, dense_fields
 from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import MROPE_FIELDS, RopePolicy
 from archon.models.spec import define_family
 from archon.models.vision.language_model import (
-    CompositeStateDictAdapter,
     VisionLanguageModel,
     VisionLanguageModelArgs,
     VisionLanguageStateDictAdapter,

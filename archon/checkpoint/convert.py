@@ -35,7 +35,7 @@ from archon.checkpoint.safetensors_file import LazyTensor, Region, fail, full_re
 from archon.checkpoint.state_tree import Shard
 from archon.checkpoint.tokenizer import RUN_TOKENIZER, saved_tokenizer
 from archon.models import get_model_spec
-from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
+from archon.models.hf.quantization import without_quantization
 from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.models.spec import is_text_decoder
 from archon.schema.config import require_separate
@@ -277,7 +277,7 @@ def _write_dcp(target: Path, weights: OpenWeights, names: Names) -> None:
 
 
 def _write_config_and_assets(folder: Path, weights: OpenWeights) -> None:
-    config = {name: value for name, value in weights.hf_config.items() if name != QUANTIZATION_FIELD}
+    config = without_quantization(weights.hf_config)
     write_json(folder / CONFIG_FILE, config)
     copy_assets(folder, weights.assets, weights.tokenizer)
 

@@ -29,7 +29,7 @@ from archon.checkpoint.hf_reader import (
 from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
 from archon.checkpoint.tokenizer import GENERATION_CONFIG_FILE, NAMED_TEMPLATES, TOKENIZER_FILES, write_tokenizer
 from archon.models import get_model_spec
-from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
+from archon.models.hf.quantization import without_quantization
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.moe import expert_biases
 from archon.parallel.comm import Group, all_reduce
@@ -330,7 +330,7 @@ def _check_names_and_shapes(target: Path, adapter: BaseStateDictAdapter, shapes:
 
 def _write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype, *, is_critic: bool) -> None:
     """Write `config.json`, with the dtype and the architecture of the weights, which are not quantized."""
-    config.pop(QUANTIZATION_FIELD, None)
+    config = without_quantization(config)
     fields, name = ("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")
     config |= dict.fromkeys([field for field in fields if field in config] or ["torch_dtype"], name)
     if "text_config" in config:

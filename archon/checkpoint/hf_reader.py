@@ -114,8 +114,8 @@ class HFCheckpoint:
         for key, tensor in stored.items():
             if tensor.is_native:
                 fail(tensor.file.path, f"key {key!r} is packed, and this family does not declare its orientation")
-        names = {key: key if adapter.is_passthrough(key) else f"model.{key}" for key in stored}  # see `without_head`
-        return {names[key]: tensor.lazy(dtype, transposed=False) for key, tensor in stored.items()}
+        lazy = {key: tensor.lazy(dtype, transposed=False) for key, tensor in stored.items()}
+        return {adapter.passthrough_name(key, reader): tensor for key, tensor in lazy.items()}
 
     def is_bitwise_equal(self, key: str, other: str) -> bool:
         """Return whether two tensors are bitwise equal, dtype and shape included."""

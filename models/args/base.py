@@ -11,12 +11,12 @@ from archon.models.hf.checks import require
 from archon.models.hf.config import (
     NO_WINDOWS,
     NULLABLE_HEAD_DIM,
+    CompositePolicy,
     Field,
     WindowPolicy,
     as_dict,
     dense_fields,
     read_config,
-    text_config,
 )
 from archon.models.hf.config_object import complete_reader
 from archon.models.hf.rope import RopePolicy
@@ -94,6 +94,7 @@ class BaseModelArgs:
         attn_type: Attention backend, `auto` or a registered name.
         biases_all_projections: `attention_bias` also sets `attention_out_bias`.
         composite_types: Model types of composite configs, mapped to the type of their text decoder.
+        hf_composite: Rule that reads composite configs.
         hf_windows: Rule for sliding windows; by default there are none, and config fields of windows are rejected.
         hf_examples: Values that `archon check-model` tries for fields specific to this family.
 
@@ -154,6 +155,7 @@ class BaseModelArgs:
     hf_ropes: ClassVar[RopePolicy] = RopePolicy()
     hf_fixed_values: ClassVar[dict[str, Any]] = {}
     composite_types: ClassVar[dict[str, str]] = {}
+    hf_composite: ClassVar[CompositePolicy] = CompositePolicy()
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -337,4 +339,6 @@ class BaseModelArgs:
         """
         model_type = config.get("model_type")
         text_type = cls.composite_types.get(model_type) if isinstance(model_type, str) else None
-        return (config, {}) if text_type is None else (text_config(config, text_type), {"is_composite": True})
+        if text_type is None:
+            return config, {}
+        return cls.hf_composite.text_config(config, text_type), {"is_composite": True}

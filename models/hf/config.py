@@ -15,7 +15,7 @@ from typing import Any
 
 from archon.models.hf.checks import check_kind, reject_field
 from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
-from archon.models.hf.quantization import read_quantization
+from archon.models.hf.quantization import quantization_field, read_quantization
 from archon.schema.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -170,22 +170,43 @@ def as_dict(hf_config: Any) -> dict[str, Any]:
     raise ConfigError(f"expected a transformers config or a dictionary, got {type(hf_config).__name__}")
 
 
-# Top-level fields of composite configs without effect on the text decoder.
-_COMPOSITE_NO_EFFECT = frozenset(
-    {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
-)
+@dataclass(frozen=True)
+class CompositePolicy:
+    """Rule that reads the config of a composite model for its text decoder alone.
 
+    Attributes:
+        ignored: Top-level fields without effect on the decoder: the encoders' configs and placeholder tokens.
+        ties: Default of `tie_word_embeddings`.
+        unset: Fields of the text config that only a decoder alone may have: transformers' composite model ignores them.
+    """
 
-def text_config(config: Mapping[str, Any], text_type: str) -> dict[str, Any]:
-    """Return the text-decoder config of a composite model, with `text_type` as its model type."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        reject_field("text_config", text, "expected the config of the text decoder")
-    check_fields(config, {"text_config", "tie_word_embeddings"} | _COMPOSITE_NO_EFFECT, FIXED_VALUES)
-    if text.get("model_type", text_type) != text_type:
-        reject_field("text_config.model_type", text["model_type"], f"expected {text_type!r}")
-    # transformers ties by the top-level field; the text config's field applies to the decoder alone.
-    return {**text, "model_type": text_type, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+    ignored: tuple[str, ...] = (
+        "vision_config",
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+    )
+    ties: bool = False
+    unset: tuple[str, ...] = ()
+
+    def text_config(self, config: Mapping[str, Any], text_type: str) -> dict[str, Any]:
+        """Return the text-decoder config of a composite model, with `text_type` as its model type."""
+        text = config.get("text_config")
+        if not isinstance(text, Mapping):
+            reject_field("text_config", text, "expected the config of the text decoder")
+        read = {"text_config", "tie_word_embeddings", QUANTIZATION_FIELD, *self.ignored}
+        check_fields(config, read, FIXED_VALUES)
+        if text.get("model_type", text_type) != text_type:
+            reject_field("text_config.model_type", text["model_type"], f"expected {text_type!r}")
+        for name in self.unset:
+            if text.get(name) is not None:
+                reject_field(name, text[name], "expected null in a composite config, whose model does not apply it")
+        # transformers ties by the top-level field. Files without it that tie by default may have an untied head, which
+        # only the text config declares: transformers then compares head and embedding.
+        name = "tie_word_embeddings"
+        tied = config.get(name, self.ties and text.get(name, True))
+        return {**text, "model_type": text_type, name: tied, QUANTIZATION_FIELD: quantization_field(config)}
 
 
 def read_config(config: Mapping[str, Any], family: Any) -> dict[str, Any]:

@@ -72,6 +72,12 @@ def replace_prefix(hf_map: HFMap, old: str, new: str) -> dict[str, str | Fused |
     return {new + hf.removeprefix(old) if hf.startswith(old) else hf: entry for hf, entry in hf_map.items()}
 
 
+def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with the first prefix of `prefixes` that it has replaced."""
+    old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+    return prefixes.get(old, "") + name.removeprefix(old)
+
+
 def transformers_map(hf_map: HFMap) -> dict[str, str | Fused | None]:
     """Convert a checkpoint map to the map of transformers' in-memory models.
 

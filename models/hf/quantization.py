@@ -49,6 +49,20 @@ def _pattern(name: str) -> str:
     return first + middle + "".join(f".*{part}" for part in parts[-1:])
 
 
+def quantization_field(config: Mapping[str, Any]) -> Any:
+    """Return the `quantization_config` of a config, or of its text part, where Kimi K2.5 has it."""
+    text = config.get("text_config")
+    return config.get(FIELD) or (text.get(FIELD) if isinstance(text, Mapping) else None)
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config, and its text part, without `quantization_config`."""
+    kept = {name: value for name, value in config.items() if name != FIELD}
+    if isinstance(text := kept.get("text_config"), Mapping):
+        kept["text_config"] = {name: value for name, value in text.items() if name != FIELD}
+    return kept
+
+
 def read_quantization(value: Any) -> Quantization | None:
     """Read the config field `quantization_config`; None for null.
 

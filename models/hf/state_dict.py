@@ -22,9 +22,8 @@ from archon.models.base import BaseArchonModel
 from archon.models.hf.config import as_dict
 from archon.models.hf.config_object import HFConfig
 from archon.models.hf.fused_tensors import Fused, Placement, place_parts
-from archon.models.hf.names import DENSE_HF_MAP, HFMap, replace_prefix, transformers_map
-from archon.models.hf.quantization import FIELD as QUANTIZATION_FIELD
-from archon.models.hf.quantization import read_quantization
+from archon.models.hf.names import DENSE_HF_MAP, HFMap, rename_prefix, transformers_map
+from archon.models.hf.quantization import quantization_field, read_quantization
 from archon.parallel.torch_private import is_changed
 from archon.schema.errors import CheckpointError, FamilyError
 
@@ -95,6 +94,8 @@ def _complete_init(init: Callable[..., None]) -> Callable[..., None]:
     return complete
 
 
+WITHOUT_HEAD = {"model.": ""}
+"""Prefixes in the files of a model that transformers saves without its head (`AutoModel`)."""
 _CONVERSIONS = ("from_hf", "to_hf", "convert_single_to_hf")
 
 
@@ -131,7 +132,7 @@ class BaseStateDictAdapter:
         if not hasattr(type(self), "model_class"):
             raise FamilyError(f"{type(self).__name__} has no model_class; put it in a ModelSpec, or set model_class")
         self.args = self.model_class.args_class.from_hf_config(hf_config, is_critic=is_critic)
-        self.quantization = read_quantization(as_dict(hf_config).get(QUANTIZATION_FIELD))
+        self.quantization = read_quantization(quantization_field(as_dict(hf_config)))
         self.hf_assets_path = hf_assets_path
         self.init_score = is_critic and init_score
 
@@ -210,17 +211,24 @@ class BaseStateDictAdapter:
         return self.args.tie_word_embeddings and not self.args.is_critic
 
     @cached_property
-    def in_memory(self) -> BaseStateDictAdapter:
-        """The same adapter for the names of transformers' in-memory models; see `transformers_map`."""
-        if self.overrides:
-            return self
-        return self._with_map(transformers_map(self.from_hf_map))
+    def stacked(self) -> BaseStateDictAdapter:
+        """The same adapter for checkpoints that stack experts, as transformers' models do; see `transformers_map`."""
+        return self if self.overrides else self._with_map(transformers_map(self.from_hf_map))
 
     @cached_property
-    def without_head(self) -> BaseStateDictAdapter:
-        """The same adapter for names without `model.`, as transformers saves a model without its head (`AutoModel`)."""
-        adapter = self._with_map(replace_prefix(self.from_hf_map, "model.", ""))
-        adapter.passthrough = tuple(pattern.removeprefix("model.") for pattern in self.passthrough)
+    def in_memory(self) -> BaseStateDictAdapter:
+        """The same adapter for the names of transformers' in-memory models."""
+        return self.stacked
+
+    @cached_property
+    def namings(self) -> tuple[BaseStateDictAdapter, ...]:
+        """This adapter, and the same adapter for other names that checkpoints of this model have."""
+        return self, self.renamed(WITHOUT_HEAD)
+
+    def renamed(self, prefixes: Mapping[str, str]) -> BaseStateDictAdapter:
+        """Return the same adapter for names whose prefixes are replaced, the first that fits."""
+        adapter = self._with_map({rename_prefix(hf, prefixes): entry for hf, entry in self.from_hf_map.items()})
+        adapter.passthrough = tuple(rename_prefix(pattern, prefixes) for pattern in self.passthrough)
         return adapter
 
     def _with_map(self, hf_map: HFMap) -> BaseStateDictAdapter:
@@ -231,17 +239,16 @@ class BaseStateDictAdapter:
         return adapter
 
     def for_keys(self, keys: Iterable[str]) -> BaseStateDictAdapter:
-        """Return the adapter for tensors with these names: this one, `in_memory` or `without_head`, or both.
+        """Return the adapter for tensors with these names: the one of `namings` that has their token embedding.
 
-        Besides in-memory models, checkpoints with stacked experts such as Qwen3.5's need `in_memory`.
+        Checkpoints with stacked experts, such as Qwen3.5's, and in-memory models need its `stacked`.
         """
         if self.overrides:
             return self
         keys = {*keys}
-        embedding = self.to_hf_map.get("tok_embeddings.weight", "")
-        adapter = self.without_head if embedding not in keys and embedding.removeprefix("model.") in keys else self
+        adapter = next((a for a in self.namings if a.to_hf_map.get("tok_embeddings.weight") in keys), self)
         stacked = [_matcher(hf) for hf in transformers_map(adapter.from_hf_map).keys() - adapter.from_hf_map.keys()]
-        return adapter.in_memory if any(name.fullmatch(key) for name in stacked for key in keys) else adapter
+        return adapter.stacked if any(name.fullmatch(key) for name in stacked for key in keys) else adapter
 
     def loadable_names(self) -> list[str]:
         """Return the names that a checkpoint must fill: all except `score` of a critic built from an actor."""
@@ -293,10 +300,24 @@ class BaseStateDictAdapter:
             return False
         return any(pattern.fullmatch(hf_name) for pattern in self._passthrough_patterns)
 
+    def passthrough_name(self, hf_name: str, reader: BaseStateDictAdapter) -> str:
+        """Return the name of a passthrough key of `reader`, the adapter of a checkpoint with other names."""
+        for pattern, text, other in zip(
+            reader._passthrough_patterns, self._passthrough_texts, reader._passthrough_texts, strict=True
+        ):
+            if pattern.fullmatch(hf_name):
+                return text.partition("*")[0] + hf_name.removeprefix(other.partition("*")[0])
+        raise CheckpointError(
+            f"{hf_name!r} is no passthrough key{self._where()}; expected {', '.join(self.passthrough)}"
+        )
+
+    @cached_property
+    def _passthrough_texts(self) -> list[str]:
+        return [pattern.format_map(vars(self.args)) for pattern in self.passthrough]
+
     @cached_property
     def _passthrough_patterns(self) -> list[re.Pattern[str]]:
-        patterns = (pattern.format_map(vars(self.args)) for pattern in self.passthrough)
-        return [re.compile(".*".join(map(re.escape, pattern.split("*")))) for pattern in patterns]
+        return [re.compile(".*".join(map(re.escape, text.split("*")))) for text in self._passthrough_texts]
 
     @cached_property
     def _skipped(self) -> list[re.Pattern[str]]:

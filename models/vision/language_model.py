@@ -11,10 +11,9 @@ from torch import Tensor
 from archon.models.args.base import BaseModelArgs, ImageFormat
 from archon.models.base import BaseArchonModel
 from archon.models.hf.checks import check_kind, reject_field, require
+from archon.models.hf.composite import CompositeStateDictAdapter
 from archon.models.hf.config import FIXED_VALUES, MAX_LAYERS, Field, check_fields, read_field
 from archon.models.hf.fused_tensors import Fused
-from archon.models.hf.names import replace_prefix
-from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.rope import RopeSpec
 from archon.models.vision.encoder import VisionEncoder, VisionSpec
 from archon.models.vision.images import Grid
@@ -196,26 +195,8 @@ class VisionLanguageModel(BaseArchonModel[VisionArgs]):
         yield from self.visual.initializers("visual")
 
 
-class CompositeStateDictAdapter(BaseStateDictAdapter):
-    """Adapter of a text decoder, alone or inside a composite checkpoint.
-
-    The vision encoder and multi-token-prediction layers are passthrough tensors.
-    """
-
-    passthrough: tuple[str, ...] = ("mtp.*", "model.visual.*")
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.args.is_composite:
-            prefixed_map = replace_prefix(self.from_hf_map, "model.", "model.language_model.")
-            self.from_hf_map = prefixed_map  # type: ignore[misc]
-
-
 class VisionLanguageStateDictAdapter(CompositeStateDictAdapter):
     """Adapter of decoder and vision encoder; multi-token-prediction layers are passthrough tensors."""
 
     passthrough = ("mtp.*",)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.from_hf_map = {**self.from_hf_map, **VISION_HF_MAP}  # type: ignore[misc]
+    encoder_map = VISION_HF_MAP

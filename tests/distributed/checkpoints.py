@@ -19,8 +19,9 @@ from archon.checkpoint.safetensors_file import write_safetensors
 from archon.checkpoint.state_file import write_shards
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
+from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError
-from archon.tools.check.layouts import LENGTHS, rank_rows
+from archon.tools.check.layouts import LENGTHS, SequenceLoss, padded_batch, rank_rows
 from tests.checkpoint.killing import digest
 from tests.distributed.cases import Case, batch, engine_config, loss_of
 from tests.engine.tiny import full_tensor
@@ -179,3 +180,13 @@ def reexport(case: Case, model: str, out: str) -> dict[str, str]:
     loaded = {name: digest(tensor) for name, tensor in engine.weights()}
     engine.save(out)
     return loaded
+
+
+def train_and_export(model: str, layout: str, out: str) -> None:
+    """Train the text decoder of a composite checkpoint for a step, and export it."""
+    options = {"path": model, "device": "cpu", "dtype": "float32", "layout": layout, "vision": "off"}
+    engine = ArchonEngine(EngineConfig.model_validate(options | {"optimizer": {"lr": 0.1}}))
+    engine.initialize(total_steps=2)
+    rows = rank_rows(padded_batch(LENGTHS, engine.args.vocab_size, 0), engine.ranks.dp.rank, engine.ranks.dp.size)
+    engine.train_batch(rows, SequenceLoss(), loss_token_count)
+    engine.save(out)

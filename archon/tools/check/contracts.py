@@ -16,7 +16,7 @@ from archon.tools.check.decoding import check_decoding
 from archon.tools.check.family import CheckedFamily
 from archon.tools.check.isolation import check_forks, check_isolation, check_shared_prefixes
 from archon.tools.check.layouts import check_layouts, describe_layouts
-from archon.tools.check.oracle import ContractError, family_config, hf_classes, random_config
+from archon.tools.check.oracle import ContractError, family_config, hf_classes, is_passthrough, random_config
 from archon.tools.check.parity import FP32_TOLERANCE, SEEDS, first_difference, parity
 from archon.tools.check.round_trip import TWO_DIGITS, native_round_trip, round_trip
 from archon.tools.check.silent_defaults import STYLES, field_outcomes, unread_fields
@@ -79,7 +79,7 @@ def _parameters(family: CheckedFamily, full: bool) -> str | None:
         adapter = family.spec.state_dict_adapter_class(family_config(config, family.model_type))
     with torch.device("meta"):
         hf_model = model_class._from_config(config)
-    expected = sum(weight.numel() for name, weight in hf_model.named_parameters() if not adapter.is_passthrough(name))
+    expected = sum(weight.numel() for name, weight in hf_model.named_parameters() if not is_passthrough(adapter, name))
     actual = sum(math.prod(shape) for shape in adapter.native_shapes.values())
     if actual != expected:
         raise ContractError(f"{actual:,} parameters with {source} of transformers, which has {expected:,}")

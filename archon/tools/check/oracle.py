@@ -140,6 +140,11 @@ def build_pair(
     return reference, model, adapter
 
 
+def is_passthrough(adapter: BaseStateDictAdapter, name: str) -> bool:
+    """Return whether archon does not compute a parameter of a transformers model."""
+    return any(naming.is_passthrough(name) for naming in adapter.namings)
+
+
 def checkpoint_tensors(
     reference: Any, *, gradients: bool = False, adapter: BaseStateDictAdapter | None = None
 ) -> dict[str, Tensor]:
@@ -153,7 +158,7 @@ def checkpoint_tensors(
     stored = reference.state_dict().keys()
     tensors = {name: buffer for name, buffer in reference.named_buffers() if name in stored}
     for name, parameter in reference.named_parameters():
-        if adapter is not None and adapter.is_passthrough(name):
+        if adapter is not None and is_passthrough(adapter, name):
             continue
         if gradients and parameter.grad is None:
             raise ContractError(f"transformers computes no gradient of {name}")

@@ -127,6 +127,7 @@ DRAWS: dict[str, Draw] = {
 }
 # Fields with another meaning in a family, or that transformers ignores.
 FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
+    "gemma3": {"final_logit_softcapping": _pick(None)},
     "glm4_moe_lite": {"mlp_layer_types": _mlp_layer_types, "first_k_dense_replace": _pick(OMIT)},
     # Norms of small outputs magnify rounding: at 0.13, float32 and float64 of transformers differ by 4e-5.
     "olmo3": {"initializer_range": _pick(0.3)},
@@ -164,6 +165,24 @@ VISION: dict[str, Any] = {
     "num_position_embeddings": 4,
 }
 FAMILY_VISION: dict[str, dict[str, Any]] = {"qwen3_vl": {"deepstack_visual_indexes": [0]}}
+# Encoders of other configs, which archon does not compute.
+PASSTHROUGH_VISION: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "patch_size": 2,
+        "image_size": 4,
+    },
+}
+
+
+def vision_config(model_type: str, hidden_size: int) -> dict[str, Any]:
+    """Return the smallest vision encoder of a composite model with a decoder of `hidden_size` features."""
+    if model_type in PASSTHROUGH_VISION:
+        return PASSTHROUGH_VISION[model_type]
+    return VISION | FAMILY_VISION.get(model_type, {}) | {"out_hidden_size": hidden_size}
 
 
 def random_rope(rng: random.Random, kind: str, rotary_dim: int) -> dict[str, Any]:
@@ -249,7 +268,7 @@ def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **f
     draws |= {name: _vary(field) for name, field in args.hf_fields.items() if name not in draws}
     draws |= {"rope_parameters": _rope_draw(seed, rope_kind, args.hf_ropes)}
     draws |= {name: _pick(*values) for name, values in args.hf_examples.items()}
-    draws |= FAMILY_DRAWS.get(text_type, {})
+    draws |= FAMILY_DRAWS.get(text_type, {}) | FAMILY_DRAWS.get(model_type, {})
     config = dict(fixed)
     for name, draw in draws.items():
         if name not in config:
@@ -258,7 +277,7 @@ def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **f
                 config[name] = value
     if text_type == model_type:
         return config
-    vision = VISION | FAMILY_VISION.get(model_type, {}) | {"out_hidden_size": config["hidden_size"]}
+    vision = vision_config(model_type, config["hidden_size"])
     tied = config.pop("tie_word_embeddings", False)
     return {"tie_word_embeddings": tied, "text_config": config, "vision_config": vision}
 

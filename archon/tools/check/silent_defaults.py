@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from archon.models import get_model_spec
-from archon.models.hf.config import DROPOUTS
+from archon.models.hf.config import DROPOUTS, REQUIRED
 from archon.models.hf.rope import GLOBAL, LOCAL, RopePolicy
 from archon.schema.errors import ConfigError
 from archon.tools.check.oracle import (
@@ -124,7 +124,7 @@ def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) ->
         if not any(other in str(error) for other in names):
             raise ContractError(f"rejected, but the error does not name it: {error}") from error
         return "rejected"
-    if removed and name in CLASS_SIZES:
+    if removed and name in CLASS_SIZES and spec.model_args_class.hf_fields[name].default is REQUIRED:
         raise ContractError(f"{name} is missing and was not rejected")
     try:
         reference_config = hf_classes(reference)[0](**config | {"model_type": reference})

@@ -91,4 +91,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "wide = self.built.builder.master_dtype",
         ("tests/distributed/test_fused.py::test_a_pipeline_in_bfloat16_exports_the_routers_bias_in_float32",),
     ),
+    Mutant(
+        "encoders are exported with the names of the file, and the decoder with others",
+        "models/hf/state_dict.py",
+        'return text.partition("*")[0] + hf_name.removeprefix(other.partition("*")[0])',
+        "return hf_name",
+        (
+            "tests/models/test_composite_names.py::test_every_naming_is_read_and_exported_with_the_names_of_transformers",
+        ),
+    ),
+    Mutant(
+        "a composite config may cap logits that its model does not cap",
+        "models/hf/config.py",
+        "            if text.get(name) is not None:\n",
+        "            if False:\n",
+        ("tests/models/test_composite_names.py::test_a_soft_cap_that_a_composite_model_does_not_apply_is_refused",),
+    ),
 )

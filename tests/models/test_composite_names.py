@@ -1,0 +1,169 @@
+"""Composite checkpoints whose encoders archon does not compute: names, published configs, images, and what trains."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from archon.checkpoint.hf_io import load_model, load_spec, save_model
+from archon.cli.inspect import describe_weights
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import loss_token_count
+from archon.models import get_model_spec
+from archon.models.hf.names import rename_prefix
+from archon.models.vision.images import ProcessedImage
+from archon.schema.config import EngineConfig
+from archon.schema.errors import BatchError, CheckpointError, ConfigError
+from archon.tools.check.layouts import SequenceLoss, padded_batch
+from archon.tools.check.oracle import hf_model, random_config
+from archon.tools.planner.inspection import inspect_checkpoint
+
+TYPES = ("gemma3",)
+WEIGHTS = "model.safetensors"
+LENGTHS = (5, 3)
+VOCAB = 37
+Composite = tuple[Path, str, dict[str, torch.Tensor]]
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / WEIGHTS)
+    return folder
+
+
+@pytest.fixture(params=TYPES, scope="module")
+def composite(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Composite:
+    """A checkpoint of transformers with an untied head, its type and its tensors."""
+    folder = tmp_path_factory.mktemp("composite") / "theirs"
+    torch.manual_seed(0)
+    config = random_config(0, request.param, tie_word_embeddings=False, vocab_size=VOCAB)
+    hf_model(config).save_pretrained(folder)
+    return folder, request.param, load_file(folder / WEIGHTS)
+
+
+def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = load_file(folder / WEIGHTS)
+    assert found.keys() == expected.keys()
+    assert all(found[key].dtype == x.dtype and torch.equal(found[key], x) for key, x in expected.items())
+
+
+def test_every_naming_is_read_and_exported_with_the_names_of_transformers(composite: Composite, tmp_path: Path) -> None:
+    folder, _, tensors = composite
+    adapter, config = load_spec(folder, text_only=True).adapter, json.loads((folder / "config.json").read_text())
+    first, *others = type(adapter).composite_names
+    in_memory = {rename_prefix(key, {file: memory for memory, file in first.items()}): x for key, x in tensors.items()}
+    assert others and in_memory.keys() != tensors.keys()
+    expected = dict(load_model(folder, text_only=True).named_parameters())
+    for number, prefixes in enumerate(others):
+        named = write(tmp_path / str(number), config, {rename_prefix(k, prefixes): x for k, x in in_memory.items()})
+        model = load_model(named, text_only=True)
+        assert all(torch.equal(weight, expected[name]) for name, weight in model.named_parameters())
+        save_model(model, tmp_path / f"{number}-out", like=named)
+        assert_same(tmp_path / f"{number}-out", tensors)
+
+
+def test_one_key_under_another_naming_is_refused(composite: Composite, tmp_path: Path) -> None:
+    folder, _, tensors = composite
+    config = json.loads((folder / "config.json").read_text())
+    key = next(key for key in tensors if "q_proj" in key and "vision" not in key)
+    strange = {("xmodel." + name if name == key else name): x for name, x in tensors.items()}
+    with pytest.raises(CheckpointError, match=f"unknown key 'xmodel.{re.escape(key)}'"):
+        load_model(write(tmp_path / "strange", config, strange), text_only=True)
+
+
+def test_training_changes_the_decoder_alone_and_an_image_is_refused(composite: Composite, tmp_path: Path) -> None:
+    folder, _, tensors = composite
+    config = {"path": str(folder), "device": "cpu", "dtype": "float32", "vision": "off"}
+    engine = ArchonEngine(EngineConfig.model_validate(config | {"optimizer": {"lr": 0.1}}))
+    engine.initialize(total_steps=2)
+    batch = padded_batch(LENGTHS, VOCAB, 0)
+    engine.train_batch(batch, SequenceLoss(), loss_token_count)
+    engine.save(tmp_path / "out")
+    trained = load_file(tmp_path / "out" / WEIGHTS)
+    assert trained.keys() == tensors.keys()
+    kept = {key for key, x in tensors.items() if torch.equal(trained[key], x)}
+    computed = load_spec(folder, text_only=True).adapter.hf_shapes().keys()
+    assert kept == tensors.keys() - computed and len(kept) >= 5
+    image = ProcessedImage(torch.zeros(4, 12), (1, 2, 2))
+    with pytest.raises(BatchError, match="the batch has images, and this is a text model; expected a text batch"):
+        engine.forward_batch(batch | {"images": [[image], []]})
+
+
+def test_encoders_are_bytes_of_files_and_no_parameters_to_train(composite: Composite) -> None:
+    folder, model_type, tensors = composite
+    inspection = inspect_checkpoint(folder, json.loads((folder / "config.json").read_text()))
+    computed = load_spec(folder, text_only=True).adapter.hf_shapes()
+    if get_model_spec(model_type).text is None:
+        assert inspection.parameters == sum(tensors[key].numel() for key in computed) and inspection.image_flops is None
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    assert describe_weights(folder)[0].startswith(f"{size:,} bytes")
+
+
+# The text parts of published configs, as far as known, with the number of parameters of the text decoder.
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Gemma 3 4B": (
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "boi_token_index": 255999,
+            "eoi_token_index": 256000,
+            "eos_token_id": [1, 106],
+            "image_token_index": 262144,
+            "initializer_range": 0.02,
+            "mm_tokens_per_image": 256,
+            "model_type": "gemma3",
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152},
+        },
+        3_880_263_168,
+    ),
+    "Gemma 3 27B": (
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "head_dim": 128,
+                "hidden_size": 5376,
+                "intermediate_size": 21504,
+                "model_type": "gemma3_text",
+                "num_attention_heads": 32,
+                "num_hidden_layers": 62,
+                "num_key_value_heads": 16,
+                "query_pre_attn_scalar": 168,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "vision_config": {"model_type": "siglip_vision_model"},
+        },
+        27_009_346_304,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_composite_configs_give_the_decoders_parameter_count(name: str) -> None:
+    config, count = PUBLISHED[name]
+    assert inspect_checkpoint("published", config).refused == []
+    spec = get_model_spec(config["model_type"], text_only=True)
+    shapes = spec.state_dict_adapter_class(config).native_shapes.values()
+    assert sum(torch.Size(shape).numel() for shape in shapes) == count
+
+
+def test_a_soft_cap_that_a_composite_model_does_not_apply_is_refused() -> None:
+    config = PUBLISHED["Gemma 3 4B"][0]
+    capped = config | {"text_config": config["text_config"] | {"final_logit_softcapping": 30.0}}
+    with pytest.raises(ConfigError, match=r"'final_logit_softcapping' is 30\.0; expected null in a composite config"):
+        get_model_spec("gemma3").model_args_class.from_hf_config(capped)
