@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf.config import ATTENTION_BIAS, NULLABLE_HEAD_DIM, dense_fields
+from archon.models.hf.config import ATTENTION_BIAS, MLP_BIAS, NULLABLE_HEAD_DIM, dense_fields
+from archon.models.hf.names import DENSE_HF_MAP, MLP_BIAS_HF_MAP
 from archon.models.spec import define_family
 
 
@@ -13,9 +14,11 @@ class LlamaModelArgs(BaseModelArgs):
 
     model_types = frozenset({"llama"})
     biases_all_projections = True
-    hf_fixed_values = {"mlp_bias": False, "pretraining_tp": 1}
-    hf_fields = dense_fields(NULLABLE_HEAD_DIM, ATTENTION_BIAS, num_key_value_heads=0, max_position_embeddings=2048)
+    hf_fixed_values = {"pretraining_tp": 1}
+    hf_fields = dense_fields(
+        NULLABLE_HEAD_DIM, ATTENTION_BIAS, MLP_BIAS, num_key_value_heads=0, max_position_embeddings=2048
+    )
 
 
 LlamaModel = BaseArchonModel[LlamaModelArgs]
-LlamaStateDictAdapter, parallelize_llama, SPEC = define_family("llama", LlamaModel)
+LlamaStateDictAdapter, parallelize_llama, SPEC = define_family("llama", LlamaModel, DENSE_HF_MAP | MLP_BIAS_HF_MAP)

@@ -67,6 +67,7 @@ class BaseModelArgs:
         hidden_dim: Inner width of the feed-forward network (`intermediate_size`).
         max_seq_len: `max_position_embeddings`; only some RoPE kinds use it.
         attention_bias, attention_out_bias: Biases on wq, wk, wv and on wo.
+        mlp_bias: Biases in the dense feed-forward networks.
         qk_norm: RMS norms over each head's queries and keys.
         full_width_qk_norm: The QK norms span the features of all heads.
         sliding_window: Window of sliding layers: a token attends to itself and the window - 1 tokens before it.
@@ -117,6 +118,7 @@ class BaseModelArgs:
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
+    mlp_bias: bool = False
     full_width_qk_norm: bool = False
     sliding_window: int | None = None
     layer_windows: tuple[int | None, ...] = ()
@@ -238,7 +240,7 @@ class BaseModelArgs:
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
         """Return the feed-forward network of a layer (from 0)."""
-        return DenseLayer(self.hidden_dim, self.hidden_act)
+        return DenseLayer(self.hidden_dim, self.hidden_act, self.mlp_bias)
 
     def layer(self, layer: int) -> LayerSpec:
         """Return the spec of a layer (from 0); families override this or the methods it calls."""

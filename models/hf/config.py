@@ -69,6 +69,7 @@ DENSE_FIELDS = {
 # not declare; some of them accept null.
 HEAD_DIM = {"head_dim": Field("head_dim", int, 0)}
 NULLABLE_HEAD_DIM = {"head_dim": Field("head_dim", int, 0, null=0)}
+MLP_BIAS = {"mlp_bias": Field("mlp_bias", bool, False)}
 ATTENTION_BIAS = {"attention_bias": Field("attention_bias", bool, False)}
 
 

@@ -14,10 +14,10 @@ last entry of a parameter wins, so a family overrides a shared entry by naming t
 """
 
 
-def _gated(hf: str, native: str) -> dict[str, str | Fused | None]:
+def _gated(hf: str, native: str, part: str = "weight") -> dict[str, str | Fused | None]:
     """Return the names of a gated feed-forward network."""
     projections = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    return {f"model.layers.{{}}.{hf}.{a}.weight": f"layers.{{}}.{native}.{b}.weight" for a, b in projections.items()}
+    return {f"model.layers.{{}}.{hf}.{a}.{part}": f"layers.{{}}.{native}.{b}.{part}" for a, b in projections.items()}
 
 
 # Names of Llama-style dense decoders; entries without a weight come from old exports.
@@ -37,6 +37,7 @@ DENSE_HF_MAP: dict[str, str | Fused | None] = {
     "model.rotary_emb.inv_freq": None,
     "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
 }
+MLP_BIAS_HF_MAP = _gated("mlp", "feed_forward", "bias")
 QK_NORM_HF_MAP: dict[str, str | Fused | None] = {
     "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
     "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",

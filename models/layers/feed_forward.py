@@ -76,20 +76,21 @@ def gated_activation(act: Activation | ClampedSwiGLU, gate: Tensor, up: Tensor) 
 
 @dataclass(frozen=True)
 class DenseLayer(FeedForwardSpec):
-    """Gated feed-forward network of inner width `hidden_dim`."""
+    """Gated feed-forward network of inner width `hidden_dim`, with or without biases."""
 
     hidden_dim: int
     hidden_act: str | ClampedSwiGLU = "silu"
+    bias: bool = False
     n_experts: int = field(default=0, init=False)
     top_k: int = field(default=0, init=False)
 
     def build(self, dim: int) -> FeedForward:
         """See `FeedForwardSpec.build`."""
-        return FeedForward(dim, self.hidden_dim, self.hidden_act)
+        return FeedForward(dim, self.hidden_dim, self.hidden_act, bias=self.bias)
 
     def parameters(self, dim: int) -> tuple[int, int]:
         """See `FeedForwardSpec.parameters`."""
-        count = 3 * dim * self.hidden_dim
+        count = 3 * dim * self.hidden_dim + (2 * self.hidden_dim + dim if self.bias else 0)
         return count, count
 
     @property
@@ -99,19 +100,19 @@ class DenseLayer(FeedForwardSpec):
 
 
 class FeedForward(nn.Module):
-    """w2(act(w1 x) * w3 x), without biases.
+    """w2(act(w1 x) * w3 x), with biases if `bias`.
 
     w1, w3 [hidden, dim] and w2 [dim, hidden] are Hugging Face's gate_proj, up_proj and down_proj.
     """
 
     tp: Group | None = None
 
-    def __init__(self, dim: int, hidden_dim: int, hidden_act: str | ClampedSwiGLU) -> None:
+    def __init__(self, dim: int, hidden_dim: int, hidden_act: str | ClampedSwiGLU, *, bias: bool = False) -> None:
         super().__init__()
         self.act = get_activation(hidden_act) if isinstance(hidden_act, str) else hidden_act
-        self.w1 = Linear(dim, hidden_dim, bias=False, role="column")
-        self.w2 = Linear(hidden_dim, dim, bias=False, role="row")
-        self.w3 = Linear(dim, hidden_dim, bias=False, role="column")
+        self.w1 = Linear(dim, hidden_dim, bias=bias, role="column")
+        self.w2 = Linear(hidden_dim, dim, bias=bias, role="row")
+        self.w3 = Linear(dim, hidden_dim, bias=bias, role="column")
 
     def input_projections(self) -> tuple[Linear, ...]:
         """Return the gate and up projections, which share an input."""

@@ -140,7 +140,7 @@ OWN: dict[str, tuple[Feature, ...]] = {
         lambda c: c.mlp_only_layers,
         lambda c: c.decoder_sparse_step > 1,
     ),
-    "llama": BIASES,
+    "llama": (*BIASES, lambda c: c.mlp_bias, lambda c: not c.mlp_bias),
     "ministral3": (lambda c: c.sliding_window is None, lambda c: c.sliding_window is not None),
     "mistral": (lambda c: c.sliding_window is None, lambda c: c.sliding_window is not None),
     "olmo3": (*BIASES, lambda c: len({*c.layer_types}) == 2),

@@ -37,6 +37,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
     "max_position_embeddings": 512,
+    "mlp_bias": True,
 }
 
 
