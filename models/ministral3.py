@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf.config import NULLABLE_HEAD_DIM, dense_fields, uniform_window, with_defaults
+from archon.models.hf.composite import LlavaStateDictAdapter
+from archon.models.hf.config import NULLABLE_HEAD_DIM, CompositePolicy, dense_fields, uniform_window, with_defaults
 from archon.models.hf.rope import RopePolicy
+from archon.models.mistral import MistralModelArgs
 from archon.models.spec import define_family
 
 _ROPE = {
@@ -19,12 +21,24 @@ _ROPE = {
     "llama_4_scaling_beta": 0.1,
 }
 
+_IMAGE_FIELDS = (
+    "vision_config",
+    "image_token_index",
+    "spatial_merge_size",
+    "vision_feature_layer",
+    "projector_hidden_act",
+    "multimodal_projector_bias",
+)
+
 
 @dataclass
 class Ministral3ModelArgs(BaseModelArgs):
     """Arguments of Ministral 3, see `BaseModelArgs`."""
 
-    model_types = frozenset({"ministral3"})
+    model_types = frozenset({"ministral3", "mistral3"})
+    composite_types = {"mistral3": "ministral3"}
+    text_readers = {"mistral": MistralModelArgs}  # Mistral Small 3.1 and 3.2
+    hf_composite = CompositePolicy(_IMAGE_FIELDS, ties=True)
     hf_windows = uniform_window(default=None)
     hf_ropes = RopePolicy(
         parameters=_ROPE, query_beta_field="llama_4_scaling_beta", ignored=frozenset({"max_position_embeddings"})
@@ -35,4 +49,6 @@ class Ministral3ModelArgs(BaseModelArgs):
 
 
 Ministral3Model = BaseArchonModel[Ministral3ModelArgs]
-Ministral3StateDictAdapter, parallelize_ministral3, SPEC = define_family("ministral3", Ministral3Model)
+Ministral3StateDictAdapter, parallelize_ministral3, SPEC = define_family(
+    "ministral3", Ministral3Model, adapter=LlavaStateDictAdapter
+)

@@ -95,6 +95,7 @@ class BaseModelArgs:
         attn_type: Attention backend, `auto` or a registered name.
         biases_all_projections: `attention_bias` also sets `attention_out_bias`.
         composite_types: Model types of composite configs, mapped to the type of their text decoder.
+        text_readers: Families that read the decoder configs of other types in a composite config.
         hf_composite: Rule that reads composite configs.
         hf_windows: Rule for sliding windows; by default there are none, and config fields of windows are rejected.
         hf_examples: Values that `archon check-model` tries for fields specific to this family.
@@ -117,8 +118,8 @@ class BaseModelArgs:
     hidden_act: str = "silu"
     attention_bias: bool = False
     attention_out_bias: bool = False
-    qk_norm: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     full_width_qk_norm: bool = False
     sliding_window: int | None = None
     layer_windows: tuple[int | None, ...] = ()
@@ -157,6 +158,7 @@ class BaseModelArgs:
     hf_ropes: ClassVar[RopePolicy] = RopePolicy()
     hf_fixed_values: ClassVar[dict[str, Any]] = {}
     composite_types: ClassVar[dict[str, str]] = {}
+    text_readers: ClassVar[dict[str, type[BaseModelArgs]]] = {}
     hf_composite: ClassVar[CompositePolicy] = CompositePolicy()
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -326,7 +328,7 @@ class BaseModelArgs:
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(f"{cls.__name__} has no field {name!r}{hint}")
         config, extra = cls.decoder_config(as_dict(hf_config))
-        args = read_config(config, cls)
+        args = read_config(config, cls.text_readers.get(config.get("model_type"), cls))
         if "sliding_window" in kwargs:
             # The override applies to the sliding layers of the config, or to all layers if none slides.
             windows, window = args["layer_windows"], kwargs["sliding_window"]
@@ -343,4 +345,4 @@ class BaseModelArgs:
         text_type = cls.composite_types.get(model_type) if isinstance(model_type, str) else None
         if text_type is None:
             return config, {}
-        return cls.hf_composite.text_config(config, text_type), {"is_composite": True}
+        return cls.hf_composite.text_config(config, (text_type, *cls.text_readers)), {"is_composite": True}

@@ -191,15 +191,16 @@ class CompositePolicy:
     ties: bool = False
     unset: tuple[str, ...] = ()
 
-    def text_config(self, config: Mapping[str, Any], text_type: str) -> dict[str, Any]:
-        """Return the text-decoder config of a composite model, with `text_type` as its model type."""
+    def text_config(self, config: Mapping[str, Any], text_types: Sequence[str]) -> dict[str, Any]:
+        """Return the text-decoder config of a composite model; `text_types` are the model types that it may have."""
         text = config.get("text_config")
         if not isinstance(text, Mapping):
             reject_field("text_config", text, "expected the config of the text decoder")
         read = {"text_config", "tie_word_embeddings", QUANTIZATION_FIELD, *self.ignored}
         check_fields(config, read, FIXED_VALUES)
-        if text.get("model_type", text_type) != text_type:
-            reject_field("text_config.model_type", text["model_type"], f"expected {text_type!r}")
+        text_type = text.get("model_type", text_types[0] if len(text_types) == 1 else None)
+        if text_type not in text_types:
+            reject_field("text_config.model_type", text_type, f"expected {' or '.join(map(repr, text_types))}")
         for name in self.unset:
             if text.get(name) is not None:
                 reject_field(name, text[name], "expected null in a composite config, whose model does not apply it")

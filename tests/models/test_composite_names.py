@@ -21,10 +21,20 @@ from archon.models.vision.images import ProcessedImage
 from archon.schema.config import EngineConfig
 from archon.schema.errors import BatchError, CheckpointError, ConfigError
 from archon.tools.check.layouts import SequenceLoss, padded_batch
-from archon.tools.check.oracle import hf_model, random_config
+from archon.tools.check.oracle import (
+    build_pair,
+    hf_classes,
+    hf_model,
+    pack,
+    random_config,
+    reference_logits,
+    relative_error,
+)
+from archon.tools.check.random_configs import draw_fields
 from archon.tools.planner.inspection import inspect_checkpoint
+from tests.tolerances import PARITY_FP32
 
-TYPES = ("gemma3",)
+TYPES = ("gemma3", "mistral3")
 WEIGHTS = "model.safetensors"
 LENGTHS = (5, 3)
 VOCAB = 37
@@ -150,6 +160,34 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         27_009_346_304,
     ),
+    "Mistral Small 3.1 24B": (
+        {
+            "model_type": "mistral3",
+            "image_token_index": 10,
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2,
+            "vision_feature_layer": -1,
+            "tie_word_embeddings": False,
+            "text_config": {
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "hidden_size": 5120,
+                "intermediate_size": 32768,
+                "max_position_embeddings": 131072,
+                "model_type": "mistral",
+                "num_attention_heads": 32,
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e9,
+                "sliding_window": None,
+                "vocab_size": 131072,
+            },
+            "vision_config": {"model_type": "pixtral"},
+        },
+        23_572_403_200,
+    ),
 }
 
 
@@ -167,3 +205,22 @@ def test_a_soft_cap_that_a_composite_model_does_not_apply_is_refused() -> None:
     capped = config | {"text_config": config["text_config"] | {"final_logit_softcapping": 30.0}}
     with pytest.raises(ConfigError, match=r"'final_logit_softcapping' is 30\.0; expected null in a composite config"):
         get_model_spec("gemma3").model_args_class.from_hf_config(capped)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mistral3_with_a_decoder_of_type_mistral_computes_as_transformers(seed: int) -> None:
+    text = draw_fields(seed, "mistral") | {"model_type": "mistral"}
+    whole = draw_fields(seed, "mistral3") | {"text_config": text, "tie_word_embeddings": bool(seed % 2)}
+    theirs, ours, _ = build_pair(hf_classes("mistral3")[0](**whole), seed=seed)
+    tokens, positions, bounds, longest = pack([9, 41], ours.args.vocab_size, seed)
+    with torch.no_grad():
+        difference = relative_error(ours(tokens, positions, bounds, longest), reference_logits(theirs, tokens, [9, 41]))
+    assert difference <= PARITY_FP32 and ours.args.query_beta is None
+
+
+def test_a_decoder_without_a_type_or_of_another_family_is_refused() -> None:
+    config = PUBLISHED["Mistral Small 3.1 24B"][0]
+    for model_type in (None, "llama"):
+        text = config["text_config"] | {"model_type": model_type}
+        with pytest.raises(ConfigError, match=f"text_config.model_type' is {model_type!r}; expected 'ministral3' or"):
+            get_model_spec("mistral3").model_args_class.from_hf_config(config | {"text_config": text})

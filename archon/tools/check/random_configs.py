@@ -175,6 +175,16 @@ PASSTHROUGH_VISION: dict[str, dict[str, Any]] = {
         "patch_size": 2,
         "image_size": 4,
     },
+    "mistral3": {
+        "model_type": "pixtral",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "head_dim": 8,
+        "patch_size": 2,
+        "image_size": 4,
+    },
 }
 
 
@@ -279,7 +289,8 @@ def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **f
         return config
     vision = vision_config(model_type, config["hidden_size"])
     tied = config.pop("tie_word_embeddings", False)
-    return {"tie_word_embeddings": tied, "text_config": config, "vision_config": vision}
+    text = config | {"model_type": text_type}
+    return {"tie_word_embeddings": tied, "text_config": text, "vision_config": vision}
 
 
 def random_lengths(seed: int) -> list[int]:
