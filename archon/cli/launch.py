@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from archon.schema.children import forget_folder, keep_folder
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ def launch(config: Any, arguments: Sequence[str]) -> int:
 
     from archon.parallel.failure import LAUNCHER
 
-    folder = Path(tempfile.mkdtemp(prefix="archon-launch-"))
+    folder = Path(tempfile.gettempdir()) / f"archon-launch-{os.urandom(8).hex()}"
+    keep_folder(folder)  # it is removed if this process is killed
+    folder.mkdir(mode=0o700)
     os.environ[LAUNCHER] = f"{os.getpid()} {folder}"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default: ranks share the cores
     config.logs_specs = DefaultLogsSpecs(log_dir=str(folder))
@@ -100,6 +103,7 @@ def launch(config: Any, arguments: Sequence[str]) -> int:
     finally:
         if not is_kept:
             shutil.rmtree(folder, ignore_errors=True)
+        forget_folder(folder)
 
 
 def _log_to(path: Path) -> None:
