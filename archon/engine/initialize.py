@@ -156,8 +156,12 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
     optimizer = scheduler = stepper = None
     if config.optimizer is not None and not loras:
         compiled = compile_enabled(config.compile, next(model.parameters()).device.type)
-        stage = stage_group(dims) if config.optimizer.kind == "muon" else SOLO
-        optimizer = build_optimizer(model, config.optimizer, compiled=compiled, group=stage)
+        optimizer = build_optimizer(
+            model,
+            config.optimizer,
+            compiled=compiled,
+            group=stage_group(dims) if config.optimizer.kind == "muon" else SOLO,
+        )
         scheduler = LRSchedule(optimizer, config.optimizer.lr, config.scheduler, total_steps)
         stepper = StepInBackward(optimizer) if config.gradient_reduction == "step_in_backward" else None
 
