@@ -153,7 +153,7 @@ def _read_scales(file: SafetensorsFile, entry: TensorEntry, first: int, stop: in
     """Read rows [first, stop) of scales as float32 [stop - first, columns]; uint8 e means 2^(e - 127).
 
     Raises:
-        CheckpointError: a scale is not finite.
+        CheckpointError: a scale is negative or not finite.
     """
     columns = entry.shape[-1]
     data = torch.empty(stop - first, columns, dtype=entry.dtype)
@@ -164,6 +164,8 @@ def _read_scales(file: SafetensorsFile, entry: TensorEntry, first: int, stop: in
     scales = data.to(torch.float32)
     if not bool(scales.isfinite().all()):
         fail(file.path, f"key {entry.name!r} holds scales that are NaN or infinite; the file is damaged")
+    if bool((scales < 0).any()):
+        fail(file.path, f"key {entry.name!r} holds negative scales, which would change signs; the file is damaged")
     return scales
 
 

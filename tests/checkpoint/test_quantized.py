@@ -210,6 +210,7 @@ DEFECTS: dict[str, tuple[Edit, str]] = {
     "scales of integers": (cast(SCALE, torch.int32), "is torch.int32; expected scales of"),
     "NaN scales": (lambda state: state[SCALE].fill_(torch.nan), "holds scales that are NaN or infinite"),
     "infinite scales": (lambda state: state[SCALE].fill_(torch.inf), "holds scales that are NaN or infinite"),
+    "negative scales": (lambda state: state[SCALE][5].neg_(), "holds negative scales, which would change signs"),
     "NaN exponents": (put(SCALE, torch.full((6, 4), 255, dtype=torch.uint8)), "scales that are NaN"),
     "e5m2": (cast(Q, torch.float8_e5m2), f"'{Q}' is torch.float8_e5m2 and has the scale"),
     "another shape": (swap, r"'.*q_proj.weight' has shape"),
