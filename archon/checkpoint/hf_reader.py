@@ -188,7 +188,7 @@ def require_shapes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) 
     A config can claim any size, and a file holds the tensors that its header lists. Call this before memory is
     allocated, so that the config's claims take none. `load_hf_weights` then checks everything else.
     """
-    if "from_hf" in adapter.overrides:  # its map does not describe the tensors
+    if adapter.overrides:  # its map does not describe the tensors
         return
     with HFCheckpoint(path) as checkpoint:
         if adapter.args.n_layers > len(checkpoint.entries):

@@ -353,7 +353,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": "full"}, "'layer_types' is 'full'"),
     ({"layer_types": 3}, "'layer_types' is 3"),
     ({"layer_types": [["full_attention"], {}]}, "'layer_types' is"),
-    ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected at most 10000"),
+    ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected at most 1000"),
     ({"rms_norm_eps": -1e-6}, "'rms_norm_eps' is -1e-06; expected a number of at least 0"),
     ({"rope_parameters": {"rope_type": ["yarn"]}}, r"'rope_parameters.rope_type' is \['yarn'\]"),
     ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "'rope_scaling.rope_type' is 'default'"),
