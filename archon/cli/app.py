@@ -8,6 +8,7 @@ import io
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -64,6 +65,7 @@ USER_ERRNOS = {
 
 MAX_WORD, MAX_MESSAGE = 400, 2500
 """Maximum characters of a word and of a message on stderr. The longest list of known keys has 2,000."""
+STORE_SECONDS = 5.0  # to connect to torchrun's store
 MAY_BE_EMPTY = ("--model", "--prompt", "--token")
 """Options that accept an empty value, or that have their own error for it."""
 
@@ -128,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _require_capacity()
-        end_with_launcher()  # torchrun, which may be killed
+        _end_with_torchrun()
     with exit_on_error():
         # Import the user's rewards and workflows from the current folder, as `python -m archon` does.
         with suppress(FileNotFoundError):  # the current folder was removed
@@ -157,6 +159,19 @@ def shorten(message: str) -> str:
     """Cut long words and long messages: a rejected value may have thousands of characters."""
     message = re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda word: f"{word[0][: MAX_WORD // 2]}…", message)
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…"
+
+
+def _end_with_torchrun() -> None:
+    """End this rank when torchrun ends, which may be killed. Exit if it has already ended: its store then refuses."""
+    end_with_launcher()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        try:
+            socket.create_connection(address, timeout=STORE_SECONDS).close()
+        except ConnectionRefusedError:
+            sys.exit("archon: torchrun has ended")
+        except OSError:  # the rendezvous reports it
+            pass
 
 
 def _require_capacity() -> None:

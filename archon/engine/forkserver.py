@@ -9,8 +9,10 @@ import os
 import sys
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 
-from archon.schema.children import end_with_parent, marked_environment
+from archon.schema.children import end_with_parent, keep_folder, marked_environment
 
 PRELOADED_MODULES = ["archon.engine.engine", "torch.distributed.fsdp", "torch.distributed.tensor"]
 """Modules that the server imports when it starts."""
@@ -20,6 +22,7 @@ def forkserver_context() -> ForkServerContext:
     """Return a multiprocessing context with a running server; processes call `replace_environment` first."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_MODULES)
+    keep_folder(Path(get_temp_dir()))  # of the server's socket
     # Before Python 3.12.4 the server does not inherit sys.path and silently skips failed imports.
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.curdir for entry in sys.path)

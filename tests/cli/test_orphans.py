@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,8 @@ from tests.test_readme import ROOT
 
 SECONDS = 10.0
 """From the kill to the end of everything: the grace and the last look of the keeper, on a busy machine."""
+RANDOM = random.SystemRandom()
+"""Tests set the seed of `random`."""
 TOKEN = "ARCHON_TEST_ORPHANS"
 SLEEPERS = """
 import subprocess, sys, time
@@ -159,8 +162,10 @@ from archon.models.cpu import library
 library._library()
 """
 LAUNCHER = """
-import os, subprocess, sys, time
-environment = os.environ | {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2"}
+import os, socket, subprocess, sys, time
+store = socket.create_server(("127.0.0.1", 0))
+address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}
+environment = os.environ | address | {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 subprocess.Popen([sys.executable, "-m", "archon", "serve", "checkpoint", "--port", "0"], env=environment)
 time.sleep(1000)
 """
@@ -217,7 +222,7 @@ def start(name: str, folder: Path) -> Killed:
 def test_children_of_a_killed_command_end(folder: Path, name: str) -> None:
     killed = start(name, folder)
     killed.wait_for(*COMMANDS[name][1:])
-    time.sleep(random.uniform(0, 0.1 if name in FAST else 2))
+    time.sleep(RANDOM.uniform(0, 0.1 if name in FAST else 2))
     killed.assert_nothing_is_left()
 
 
@@ -226,7 +231,7 @@ def test_children_of_a_killed_command_end(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_killed_at_any_time_leaves_nothing(folder: Path, name: str, attempt: int) -> None:
     killed = start(name, folder)
-    time.sleep(random.uniform(0, 8))
+    time.sleep(RANDOM.uniform(0, 8))
     killed.assert_nothing_is_left()
 
 
@@ -237,6 +242,15 @@ def test_an_ended_command_leaves_nothing(folder: Path, name: str, number: signal
     killed = start(name, folder)
     killed.wait_for(*COMMANDS[name][1:])
     killed.assert_nothing_is_left(number)
+
+
+def test_a_rank_of_a_torchrun_that_has_ended_exits(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused.getsockname()[1])}
+    variables = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    rank = Killed(tmp_path, ["-m", "archon", "models"], **variables, **address)
+    assert rank.process.wait(60) == 1 and rank.output.read_text() == "archon: torchrun has ended\n"
 
 
 def test_a_command_outlives_the_shell_that_started_it(tmp_path: Path) -> None:

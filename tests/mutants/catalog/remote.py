@@ -153,9 +153,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what a server on a node of Ray has started outlives the trainer",
-        "archon/remote/launchers/ray_servers.py",
-        "host=address, detached=True",
-        "host=address",
+        "archon/schema/children.py",
+        'return os.environ | {MARK: f"{mark}/{group}" if group else mark}',
+        "return os.environ | {MARK: mark[:0]}",
         ("tests/ray/test_servers.py::test_nothing_outlives_a_trainer_that_is_killed",),
     ),
     Mutant(
@@ -398,7 +398,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a rank outlives its torchrun",
         "archon/cli/app.py",
-        "        end_with_launcher()  # torchrun, which may be killed\n",
+        "    end_with_launcher()\n",
         "",
         ("tests/cli/test_orphans.py::test_children_of_a_killed_command_end[rank]",),
     ),
