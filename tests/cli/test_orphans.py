@@ -302,4 +302,5 @@ def test_every_child_and_temporary_folder_is_known_to_the_keeper() -> None:
         "archon/schema/children.py: subprocess.run",  # the keeper
         "archon/schema/keeper.py: os.fork",
         "archon/schema/keeper.py: subprocess.run",  # ps
+        "parallel/failure.py: tempfile.mkdtemp",  # the report of a failure, which the user reads later
     ]
