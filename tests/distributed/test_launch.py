@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -64,10 +65,10 @@ def start(code: str, max_restarts: int = 0) -> int:
 OTHERS = "time.sleep(60 if rank == '0' else 0)\n"
 RUN = "open(f'{folder}/run', 'w').write('RUN')\n"
 REPORT = "open(f'{{folder}}/report.json', 'w').write('{}')\n"
-ONE_IS_KILLED = "os.kill(os.getpid(), 9) if rank == '1' else os._exit(1)"
+KILL = OTHERS + "os.kill(os.getpid(), 9)"
 QUICK = ("kill", "stopped")
 LOSSES = {
-    "kill": (OTHERS + "os.kill(os.getpid(), 9)", 1, rf"{NAME} was killed by signal 9 \(SIGKILL\), perhaps for lack"),
+    "kill": (KILL, 1, rf"{NAME} was killed by signal 9 \(SIGKILL\), perhaps for lack"),
     "crash": (OTHERS + "os.kill(os.getpid(), 11)", 1, rf"{NAME} was killed by signal 11 \(SIGSEGV\); all ranks stop"),
     "exit": (OTHERS + "os._exit(3)", 3, rf"{NAME} ended with exit code 3 and without a message; all ranks stop"),
     "others fail first": (
@@ -76,7 +77,7 @@ LOSSES = {
         r"rank 0 \(process \d+ on \S+\) ended with exit code 4",
     ),
     "stopped": (
-        REPORT.format('{"reason": "rank 1 is stopped", "stopped": true}') + ONE_IS_KILLED,
+        REPORT.format('{"reason": "rank 1 is stopped", "stopped": true}') + KILL,
         1,
         "rank 1 is stopped",
     ),
@@ -113,7 +114,7 @@ def test_the_output_of_a_run_is_in_its_folder(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    assert start(RUN.replace("RUN", str(run)) + OTHERS + "os.kill(os.getpid(), 9)") == 1
+    assert start(RUN.replace("RUN", str(run)) + KILL) == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[1:] == [f"archon: full output: {run / 'failure.txt'}", f"archon: {RESUME_ADVICE}"]
     assert "Signal 9 (SIGKILL)" in (run / "failure.txt").read_text()
@@ -180,3 +181,18 @@ def test_a_run_that_loses_a_rank_prints_three_lines(tmp_path: Path, rank: int, n
     assert re.fullmatch(r"archon: to continue after step-\d+, start the same command with resume=true", third)
     assert seconds < 10 + (TIMEOUT_SECONDS if number == signal.SIGSTOP else 0)
     assert not ranks_of(process.pid)
+
+
+@pytest.mark.slow
+def test_launchers_of_two_hosts_start_one_run(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "archon", "launch", "--nnodes", "2", "--rdzv-id", "two", "--rdzv-endpoint"]
+    command += [f"localhost:{port}", "doctor", str(tmp_path / "blank"), "--layout", "d2", "--fresh"]
+    command += ["--tokens", "64", "--dtype", "float32"]
+    hosts = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    outputs = [host.communicate(timeout=180)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    assert sum("replicas after a step: bitwise equal" in output for output in outputs) == 1
