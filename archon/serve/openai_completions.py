@@ -18,6 +18,7 @@ from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
 from archon.serve.openai_base import MAX_CHOICES, CompletionsHandler, FinishReason, OpenAISampling, Usage
 from archon.serve.prompts import PromptReader, Prompts
+from archon.serve.request_limits import MAX_VALUES, RequestLimitError
 from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.token_bytes import TokenBytes
 
@@ -75,7 +76,15 @@ class CompletionBody(OpenAISampling):
                 return reader.tokenize(text, "prompt")
             return reader.encode_prompt(text, "prompt")
 
-        return Prompts([encode(item) if isinstance(item, str) else item for item in prompt])
+        tokens: list[list[int]] = []
+        for item in prompt:
+            tokens.append(encode(item) if isinstance(item, str) else item)
+            if sum(map(len, tokens)) > MAX_VALUES:
+                raise RequestLimitError(
+                    f"the first {len(tokens)} of {len(prompt)} prompts have {sum(map(len, tokens)):,} tokens; expected "
+                    f"at most {MAX_VALUES:,} in one request"
+                )
+        return Prompts(tokens)
 
 
 class CompletionLogprobs(protocol.ResponseModel):

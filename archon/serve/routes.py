@@ -26,7 +26,7 @@ from archon.serve.openai_chat import ChatApi, ChatBody, ChatCompletion
 from archon.serve.openai_completions import Completion, CompletionApi, CompletionBody
 from archon.serve.preparation import SMALL_BYTES, no_collection
 from archon.serve.protocol import Choice, Count, Integer, ProtocolHandler, RequestModel, ResponseModel
-from archon.serve.request_limits import RequestLimitError, check_request
+from archon.serve.request_limits import RequestLimitError, check_body, check_request
 from archon.serve.responses_api import OpenAIResponse, ResponsesApi, ResponsesBody
 from archon.serve.service import Service
 from archon.serve.sessions import Caller, ExportStyle, LimitError, Session
@@ -46,9 +46,13 @@ async def prepare(request: Request, work: Callable[..., T], *args: Any) -> T:
 
 def _load_body(body: bytearray) -> tuple[dict[str, Any], bool]:
     """Return a JSON object within the limits of a request, and whether it has images."""
+    content = bytes(body)
     try:
+        check_body(content)
         with no_collection() if len(body) > SMALL_BYTES else nullcontext():
-            data = load_json(bytes(body))
+            data = load_json(content)
+    except RequestLimitError as error:
+        raise HTTPException(400, str(error)) from None
     except ValueError as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):

@@ -24,7 +24,7 @@ import pytest
 from archon.engine.engine import ArchonEngine
 from archon.rl.bootstrap import write_blank
 from archon.schema.config import EngineConfig
-from archon.serve.request_limits import MAX_ITEMS, MAX_OBJECTS
+from archon.serve.request_limits import MAX_ITEMS, MAX_OBJECTS, MAX_PARTS
 from archon.training.config import BootstrapConfig, TokenizerRecipe
 from tests.serve.test_images import url_of
 from tests.small_vision import VISION_MODELS
@@ -121,8 +121,8 @@ def tools() -> list[dict[str, Any]]:
 
 
 def parts(kind: str = "text") -> dict[str, Any]:
-    """Return a conversation of almost the most objects."""
-    content = [{"type": kind, "text": "hello "}] * (MAX_OBJECTS // MAX_ITEMS["messages"] - 2)
+    """Return a conversation of the most objects."""
+    content = [{"type": kind, "text": "hello you and all others here"}] * (MAX_PARTS // MAX_ITEMS["messages"] - 1)
     return {"messages": [{"role": "user", "content": content}] * MAX_ITEMS["messages"]}
 
 
@@ -148,9 +148,9 @@ SLOW = FAST | {
     "messages": ("messages", lambda: talk("messages") | {"max_tokens": 5}, "max_seq_len"),
     "tools": ("chat/completions", lambda: {"messages": [USER], "tools": tools()}, TOO_LONG),
     "one text": ("chat/completions", lambda: {"messages": [{"role": "user", "content": "x" * 8_000_000}]}, TOO_LONG),
-    "texts": ("completions", lambda: {"prompt": ["hello " * 10_000] * 128}, TOO_LONG),
+    "texts": ("completions", lambda: {"prompt": ["hello " * 10_000] * 128}, "prompts have"),
     "tokenize": ("rollout/tokenize", lambda: {"text": "hello " * 80_000}, "tokens"),
-    "values": ("completions", lambda: b'{"prompt": [' + b"[7]," * 2_000_000 + b"[7]]}", "items"),
+    "values": ("completions", lambda: b'{"prompt": [' + b"[7]," * 2_000_000 + b"[7]]}", "values"),
     "parts": ("chat/completions", parts, TOO_LONG),
     "invalid parts": ("chat/completions", lambda: parts("tex"), "messages"),
     "invalid token ids": ("completions", lambda: {"prompt": ["x"] + [7.5] * (MAX_ITEMS["prompt"] - 1)}, "prompt"),

@@ -47,8 +47,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "logit_bias": ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias has 1,025 items"),
     "guided_choice": ({"guided_choice": ["x"] * 1025}, "guided_choice has 1,025 items; expected at most 1,024"),
     "prompt": ({"prompt": [1] * (2**18 + 1)}, "prompt has 262,145 items; expected at most 262,144"),
+    "many values": ({"metadata": {"x": [[]] * 2**20}}, "the request has more than 524,288 values"),
     "values": ({"metadata": {"x": [[1]] * 2**18}}, "the request has more than 524,288 values"),
     "objects": ({"metadata": {"x": [{}] * 2**16}}, "the request has more than 65,536 objects"),
+    "parts": (
+        {"messages": [USER | {"content": [{}] * 8}] * 2048},
+        "messages has 18,432 objects; expected at most 8,192",
+    ),
     "nesting": ({"metadata": {"x": nested(99)}}, "the request is nested deeper than 100 levels"),
     "images": ({"metadata": {"x": [IMAGE] * 65}}, "the request has more than 64 images"),
 }
@@ -93,6 +98,18 @@ async def until(reached: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.001)
     pytest.fail("it never came")
+
+
+async def test_tokens_of_all_texts_are_limited(
+    serve: Start, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts after the limit are not tokenized."""
+    monkeypatch.setattr("archon.serve.openai_completions.MAX_VALUES", 1000)
+    _, url = await serve()
+    answer = await client.post(f"{url}/completions", json={"prompt": ["x" * 600] * 20})
+    assert answer.status_code == 400
+    message = "the first 2 of 20 prompts have 1,200 tokens; expected at most 1,000 in one request"
+    assert answer.json()["error"]["message"] == message
 
 
 async def send(port: int, content: bytes, length: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -147,14 +164,16 @@ async def test_large_work_of_a_client_that_goes_is_dropped(
     end = threading.Event()
     interval = sys.getswitchinterval()
     others = [asyncio.create_task(server.preparation.run(end.wait, size=SMALL_BYTES + 1)) for _ in range(THREADS)]
-    await asyncio.sleep(0)
-    with pytest.raises(httpx.ReadTimeout):
-        await client.post(f"{url}/chat/completions", json=body, timeout=0.3)
-    assert (await client.get(f"{url.removesuffix('/v1')}/health")).status_code == 200
-    assert (await client.post(f"{url}/chat/completions", json={"messages": [USER]})).status_code == 200
-    assert sys.getswitchinterval() < interval
-    read.clear()
-    end.set()
+    try:
+        await asyncio.sleep(0)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(f"{url}/chat/completions", json=body, timeout=0.3)
+        assert (await client.get(f"{url.removesuffix('/v1')}/health")).status_code == 200
+        assert (await client.post(f"{url}/chat/completions", json={"messages": [USER]})).status_code == 200
+        assert sys.getswitchinterval() < interval
+        read.clear()
+    finally:
+        end.set()
     await asyncio.gather(*others)
     await asyncio.sleep(0.05)
     assert read == []

@@ -11,6 +11,7 @@ MIXED, CRITIC, SUMMARY = "tests/rl/test_mixed.py", "tests/rl/test_critic.py", "t
 SCORES, EVALUATION, PREPARE = "tests/rl/test_scores.py", "tests/rl/test_evaluation.py", "tests/rl/test_prepare.py"
 FILE_LIMITS = "tests/cli/test_file_limits.py"
 AGREEMENT = "tests/distributed/test_agreement.py"
+LAUNCH, RANKS = "tests/distributed/test_launch.py", "tests/distributed/test_ranks.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     # The run loop and its records.
@@ -467,5 +468,62 @@ MUTANTS: tuple[Mutant, ...] = (
         "or len(text) > MAX_DIGITS",
         "",
         ("tests/tools/bench/test_shapes.py::test_what_no_point_could_honour_is_refused",),
+    ),
+    # Ranks that are lost, and ranks that differ.
+    Mutant(
+        "a suspended job takes its pause for the silence of the next rank",
+        "parallel/failure.py",
+        "min(now - self._polled, 2 * POLL_SECONDS), now",
+        "now - self._polled, now",
+        (f"{RANKS}::test_a_rank_that_does_not_run_is_lost_after_the_time_limit",),
+    ),
+    Mutant(
+        "a rank that ends normally is taken for silent",
+        "parallel/failure.py",
+        'is_silent = self._silent_s > self._limit_s and not self._store.check([f"done/{peer}"])',
+        "is_silent = self._silent_s > self._limit_s",
+        (f"{RANKS}::test_a_rank_that_does_not_run_is_lost_after_the_time_limit",),
+    ),
+    Mutant(
+        "stopped processes of other runs are killed",
+        "parallel/failure.py",
+        'if "RANK" in environment and run in (None, environment.get("TORCHELASTIC_RUN_ID")):',
+        'if "RANK" in environment:',
+        (f"{RANKS}::test_only_stopped_ranks_of_the_run_are_killed",),
+    ),
+    Mutant(
+        "the launcher names a rank that failed because another was killed",
+        "archon/cli/launch.py",
+        "item[1].exitcode >= 0 or item[1].exitcode == -signal.SIGTERM, item[1].timestamp",
+        "item[1].timestamp, item[0]",
+        (f"{LAUNCH}::test_a_rank_that_a_signal_ended_is_the_cause",),
+    ),
+    Mutant(
+        "the launcher adds its report to the error of a rank",
+        "archon/cli/launch.py",
+        'if "error" in report:',
+        "if False:",
+        (f"{LAUNCH}::test_a_rank_with_an_error_of_its_own_has_the_last_word",),
+    ),
+    Mutant(
+        "the signal of a stopped rank is told as if it came from outside",
+        "archon/cli/launch.py",
+        'report["stopped"] or failure.exitcode >= 0',
+        "failure.exitcode >= 0",
+        (f"{LAUNCH}::test_a_lost_rank_is_named_with_its_signal",),
+    ),
+    Mutant(
+        "ranks may differ in TF32",
+        "archon/engine/agreement.py",
+        '    "NVIDIA_TF32_OVERRIDE",\n',
+        "",
+        (f"{AGREEMENT}::test_a_run_is_refused_on_every_rank",),
+    ),
+    Mutant(
+        "ranks may differ in the precision of matmuls",
+        "archon/engine/agreement.py",
+        '    values["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()\n',
+        "",
+        (f"{AGREEMENT}::test_a_run_is_refused_on_every_rank",),
     ),
 )
