@@ -11,9 +11,11 @@ from torch import Tensor
 
 from archon.checkpoint.safetensors_file import LazyTensor, Region, SafetensorsFile, TensorEntry, fail, tensor_bytes
 from archon.checkpoint.tensor_reader import RowDecoder, lazy_tensor, read_region
-from archon.models.hf.quantization import Quantization
+from archon.models.hf.quantization import WHOLE, Quantization
 
 SCALE_SUFFIX = "_scale_inv"
+ACTIVATION_SUFFIX = ".activation_scale"
+"""Keys of static scales of a quantized weight's inputs, next to it; archon computes with the weights alone."""
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 _SUFFIXES = {"fp8": (SCALE_SUFFIX,), "mxfp4": (BLOCKS_SUFFIX, SCALES_SUFFIX)}
 _FP8_SCALE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8})
@@ -86,6 +88,8 @@ def stored_tensors(
     quantized: dict[str, None] = {}
     for key, entry in entries.items():
         base = weight_key(key, quantization)
+        if key.endswith(ACTIVATION_SUFFIX) and key.replace(ACTIVATION_SUFFIX, f".weight{SCALE_SUFFIX}") in entries:
+            continue
         if base in expected and (base != key or (quantization is not None and entry.dtype == torch.float8_e4m3fn)):
             quantized[base] = None
         else:
@@ -110,6 +114,8 @@ def _fp8(
     if len(data.shape) < 2:
         fail(files[key].path, f"key {key!r} is quantized and of shape {list(data.shape)}; expected a matrix or a stack")
     expected = (*data.shape[:-2], *(-(-size // step) for size, step in zip(data.shape[-2:], block, strict=True)))
+    if block == WHOLE and len(data.shape) == 2 and scale.shape in ((), (1,)):
+        expected = scale.shape
     _check_scale(files[scale.name], scale, expected, _FP8_SCALE_DTYPES)
     read_scales = partial(_read_scales, files[scale.name], scale)
     decoder = _fp8_decoder(read_scales, data.shape[-2], data.shape[-1], block)
@@ -155,7 +161,7 @@ def _read_scales(file: SafetensorsFile, entry: TensorEntry, first: int, stop: in
     Raises:
         CheckpointError: a scale is negative or not finite.
     """
-    columns = entry.shape[-1]
+    columns = entry.shape[-1] if entry.shape else 1  # a scalar is the scale of a whole matrix
     data = torch.empty(stop - first, columns, dtype=entry.dtype)
     offset = entry.start + first * columns * entry.dtype.itemsize
     file.read_into(tensor_bytes(data), offset, f"key {entry.name!r}")

@@ -17,6 +17,10 @@ from archon.models.hf.checks import reject_field
 FIELD = "quantization_config"
 
 
+WHOLE = (2**40, 2**40)
+"""Block of matrices with a single scale, as Ministral 3 has: larger than any matrix."""
+
+
 @dataclass(frozen=True)
 class Quantization:
     """Quantization format of a checkpoint.
@@ -24,7 +28,7 @@ class Quantization:
     Attributes:
         method: `fp8`: float8_e4m3fn matrices with a scale per block (DeepSeek-AI 2024, arXiv:2412.19437, section
             3.3); `mxfp4`: 4-bit floats with an exponent per 32 values (Rouhani et al. 2023, arXiv:2310.10537).
-        block: Rows and columns of an `fp8` block.
+        block: Rows and columns of an `fp8` block; `WHOLE` for one scale per matrix.
         kept: Names, or parts of names, of modules that are not quantized.
     """
 
@@ -89,7 +93,7 @@ def read_quantization(value: Any) -> Quantization | None:
             reject_field(f"{FIELD}.{name}", option, f"expected {expected}")
     kept = [name for field in ("modules_to_not_convert", "ignored_layers") for name in value.get(field) or ()]
     block = value.get("weight_block_size", (128, 128)) if method == "fp8" else (1, 32)
-    return Quantization(method, tuple(block), tuple(kept))
+    return Quantization(method, WHOLE if block is None else tuple(block), tuple(kept))
 
 
 def _is_one_of(*values: Any) -> tuple[str, Callable[[Any], bool]]:
@@ -102,7 +106,7 @@ def _is_name_list(value: Any) -> bool:
 
 def _is_block(value: Any) -> bool:
     is_pair = isinstance(value, list | tuple) and len(value) == 2
-    return is_pair and all(type(size) is int and 1 <= size <= 2**20 for size in value)
+    return value is None or (is_pair and all(type(size) is int and 1 <= size <= 2**20 for size in value))
 
 
 _NAMES = ("a list of module names, or null", _is_name_list)
@@ -112,9 +116,9 @@ _FLAG = ("true or false", lambda value: isinstance(value, bool))
 _OPTIONS: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "fp8": {
         "quant_method": _is_one_of("fp8"),
-        "weight_block_size": ("the rows and columns of a block, such as [128, 128]", _is_block),
+        "weight_block_size": ("the rows and columns of a block, such as [128, 128], or null", _is_block),
         "fmt": _is_one_of("e4m3"),
-        "activation_scheme": _is_one_of("dynamic"),
+        "activation_scheme": _is_one_of("dynamic", "static"),
         "scale_fmt": _is_one_of(None, "float", "ue8m0"),
         "expert_dtype": _is_one_of(None, "fp8"),
         "modules_to_not_convert": _NAMES,

@@ -81,6 +81,24 @@ def test_blocks_at_the_edges_are_smaller_and_rows_count_from_the_first_of_their_
             assert torch.equal(read(checkpoint, tensors["w"], region, torch.float32), wanted[region])
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_matrix_with_a_single_scale_is_read_without_the_scale_of_its_inputs(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """Ministral 3's instruction-tuned checkpoints."""
+    options = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
+    config = config_with() | {"quantization_config": options | {"modules_to_not_convert": ["lm_head"]}}
+    state = random_weights(config)
+    name = "model.layers.0.self_attn.q_proj"
+    data, scale = random_fp8(tuple(state[f"{name}.weight"].shape), GENERATOR), torch.full(shape, 0.37)
+    stored = state | {f"{name}.weight": data, f"{name}.weight_scale_inv": scale, f"{name}.activation_scale": scale + 1}
+    model = archon.load_model(write_checkpoint(tmp_path / "fp8", config, stored), dtype=torch.float32)
+    assert torch.equal(model.layers["0"].attention.wq.weight, data.float() * 0.37)
+    lone = stored | {"model.layers.0.self_attn.k_proj.activation_scale": scale + 2}
+    with pytest.raises(CheckpointError, match=r"unknown key 'model.layers.0.self_attn.k_proj.activation_scale'"):
+        archon.load_model(write_checkpoint(tmp_path / "lone", config, lone))
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_a_model_of_fp8_blocks_is_loaded_whatever_its_tensors_hold(tmp_path: Path, name: str) -> None:
     plain = adapter_of(WAYS[name])

@@ -308,7 +308,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"bits": 4}}, "'quantization_config.quant_method' is None"),
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "'quantization_config.quant_method' is 'awq'"),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size' is"),
-    ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}, "activation_scheme' is 'static'"),
+    ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "e4m3"}}, "activation_scheme' is 'e4m3'"),
     ({"quantization_config": {"quant_method": "fp8", "expert_dtype": "fp4"}}, "expert_dtype' is 'fp4'"),
     ({"quantization_config": {"quant_method": "mxfp4", "weight_block_size": [1, 32]}}, "does not know this option"),
     ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}}, "a list of module names"),
