@@ -17,7 +17,14 @@ SCALE_SUFFIX = "_scale_inv"
 ACTIVATION_SUFFIX = ".activation_scale"
 """Keys of static scales of a quantized weight's inputs, next to it; archon computes with the weights alone."""
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
-_SUFFIXES = {"fp8": (SCALE_SUFFIX,), "mxfp4": (BLOCKS_SUFFIX, SCALES_SUFFIX)}
+PACKED_SUFFIX, PACKED_SCALE_SUFFIX, PACKED_SHAPE_SUFFIX = "_packed", "_scale", "_shape"
+_SUFFIXES = {
+    "fp8": (SCALE_SUFFIX,),
+    "mxfp4": (BLOCKS_SUFFIX, SCALES_SUFFIX),
+    "compressed-tensors": (PACKED_SUFFIX, PACKED_SCALE_SUFFIX, PACKED_SHAPE_SUFFIX),
+}
+PACK_FACTOR = 8
+"""Number of 4-bit integers in an int32."""
 _FP8_SCALE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8})
 MX_BLOCK = 32
 """Number of MXFP4 weights per scale."""
@@ -98,8 +105,10 @@ def stored_tensors(
         assert quantization is not None
         if quantization.method == "fp8":
             stored[key] = _fp8(key, entries, files, quantization.block)
-        else:
+        elif quantization.method == "mxfp4":
             stored[key] = _mxfp4(key, entries, files)
+        else:
+            stored[key] = _int4(key, entries, files, quantization.block[1])
         if quantization.is_unquantized(key):
             fail(stored[key].file.path, f"key {key!r} is quantized, but quantization_config says that it is not")
     return stored
@@ -134,6 +143,35 @@ def _mxfp4(key: str, entries: Mapping[str, TensorEntry], files: Mapping[str, Saf
     shape = (*data.shape[:-2], data.shape[-2] * MX_BLOCK)
     decoder = _mxfp4_decoder(partial(_read_scales, files[scale.name], scale), shape[-1])
     return StoredTensor(file, data, shape, decoder, is_native=True)
+
+
+def _int4(
+    key: str, entries: Mapping[str, TensorEntry], files: Mapping[str, SafetensorsFile], group: int
+) -> StoredTensor:
+    data, scale = _parts(key, key + PACKED_SUFFIX, key + PACKED_SCALE_SUFFIX, entries, files)
+    _, size = _parts(key, key + PACKED_SUFFIX, key + PACKED_SHAPE_SUFFIX, entries, files)
+    file = files[data.name]
+    if key in entries:
+        fail(file.path, f"it holds {data.name!r}, and {key!r} is in {files[key].path.name}; expected one of them")
+    if data.dtype != torch.int32 or len(data.shape) != 2:
+        actual = f"{data.dtype} of shape {list(data.shape)}"
+        fail(file.path, f"key {data.name!r} is {actual}; expected int32 [out, in / {PACK_FACTOR}]")
+    shape = (data.shape[0], data.shape[1] * PACK_FACTOR)
+    if size.dtype not in (torch.int32, torch.int64) or size.shape != (2,):
+        fail(file.path, f"key {size.name!r} is {size.dtype} of shape {list(size.shape)}; expected two integers")
+    sizes = torch.empty(2, dtype=size.dtype)
+    files[size.name].read_into(tensor_bytes(sizes), size.start, f"key {size.name!r}")
+    if tuple(sizes.tolist()) != shape or shape[1] % group:
+        expected = f"expected {list(shape)}, the shape of {data.name!r}, with rows of whole groups of {group}"
+        fail(file.path, f"key {size.name!r} holds {sizes.tolist()}; {expected}")
+    _check_scale(
+        files[scale.name],
+        scale,
+        (shape[0], shape[1] // group),
+        frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    )
+    read_scales = partial(_read_scales, files[scale.name], scale)
+    return StoredTensor(file, data, shape, _int4_decoder(read_scales, shape[1], group))
 
 
 def _parts(
@@ -195,6 +233,17 @@ def _mxfp4_decoder(read_scales: ReadScales, row: int) -> RowDecoder:
 
     def decode(data: Tensor, first: int) -> Tensor:
         values = _fp4_byte_values()[data.to(torch.int32)].view(data.shape[0], -1, MX_BLOCK)
+        scales = read_scales(first, first + data.shape[0])
+        return (values * scales.unsqueeze(-1)).view(data.shape[0], row)
+
+    return RowDecoder(row, row // 2, decode)
+
+
+def _int4_decoder(read_scales: ReadScales, row: int, group: int) -> RowDecoder:
+    """Return a decoder of 4-bit integers plus 8, low half of a byte first, with one scale per `group` of a row."""
+
+    def decode(data: Tensor, first: int) -> Tensor:
+        values = torch.stack((data & 15, data >> 4), dim=-1).to(torch.float32).sub_(8).view(data.shape[0], -1, group)
         scales = read_scales(first, first + data.shape[0])
         return (values * scales.unsqueeze(-1)).view(data.shape[0], row)
 

@@ -27,8 +27,9 @@ class Quantization:
 
     Attributes:
         method: `fp8`: float8_e4m3fn matrices with a scale per block (DeepSeek-AI 2024, arXiv:2412.19437, section
-            3.3); `mxfp4`: 4-bit floats with an exponent per 32 values (Rouhani et al. 2023, arXiv:2310.10537).
-        block: Rows and columns of an `fp8` block; `WHOLE` for one scale per matrix.
+            3.3); `mxfp4`: 4-bit floats with an exponent per 32 values (Rouhani et al. 2023, arXiv:2310.10537);
+            `compressed-tensors`: symmetric 4-bit integers with a scale per group of a row, eight in an int32.
+        block: Rows and columns that share a scale; `WHOLE` for one scale per matrix.
         kept: Names, or parts of names, of modules that are not quantized.
     """
 
@@ -92,8 +93,39 @@ def read_quantization(value: Any) -> Quantization | None:
         if not is_valid(option):
             reject_field(f"{FIELD}.{name}", option, f"expected {expected}")
     kept = [name for field in ("modules_to_not_convert", "ignored_layers") for name in value.get(field) or ()]
+    if method == "compressed-tensors":
+        return Quantization(
+            method, (1, _group_size(value.get("config_groups"))), tuple(map(_kept, value.get("ignore") or ()))
+        )
     block = value.get("weight_block_size", (128, 128)) if method == "fp8" else (1, 32)
     return Quantization(method, WHOLE if block is None else tuple(block), tuple(kept))
+
+
+def _group_size(groups: Any) -> int:
+    """Return the columns that share a scale; ConfigError unless all linear layers have symmetric 4-bit integers."""
+    name = f"{FIELD}.config_groups"
+    parts = [*groups.values()] if isinstance(groups, Mapping) else []
+    group = parts[0] if len(parts) == 1 and isinstance(parts[0], Mapping) else {}
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping) or group.get("targets") != ["Linear"] or group.get("input_activations"):
+        reject_field(name, groups, "expected one group of weights with the target Linear, without input activations")
+    for option, expected in _INT4.items():
+        if weights.get(option) not in expected:
+            reject_field(f"{name}.weights.{option}", weights.get(option), f"expected {expected[0]!r}")
+    size = weights.get("group_size")
+    if type(size) is not int or not 1 <= size <= 2**20:
+        reject_field(f"{name}.weights.group_size", size, "expected the columns that share a scale, such as 32")
+    return size
+
+
+def _kept(name: str) -> str:
+    """Return a name of `ignore` as in `Quantization.kept`; an expression may only have `.*` and escaped dots."""
+    if not name.startswith("re:"):
+        return name
+    text = name.removeprefix("re:").replace(".*", "*").replace("\\.", ".")
+    if re.search(r"[][(){}?+|^$\\]", text):
+        reject_field(f"{FIELD}.ignore", name, "archon reads module names, and expressions that only have .*")
+    return text
 
 
 def _is_one_of(*values: Any) -> tuple[str, Callable[[Any], bool]]:
@@ -109,6 +141,16 @@ def _is_block(value: Any) -> bool:
     return value is None or (is_pair and all(type(size) is int and 1 <= size <= 2**20 for size in value))
 
 
+# Options of 4-bit weights: the accepted values.
+_INT4: dict[str, tuple[Any, ...]] = {
+    "num_bits": (4,),
+    "type": ("int",),
+    "strategy": ("group",),
+    "symmetric": (True,),
+    "dynamic": (False, None),
+    "actorder": (None,),
+    "block_structure": (None,),
+}
 _NAMES = ("a list of module names, or null", _is_name_list)
 _FLAG = ("true or false", lambda value: isinstance(value, bool))
 # Options of each method: the expected value as text, and a check. Some only describe activations or tell the reader to
@@ -125,6 +167,18 @@ _OPTIONS: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
         "ignored_layers": _NAMES,
         "modules_to_convert": _NAMES,
         "dequantize": _FLAG,
+    },
+    "compressed-tensors": {
+        "quant_method": _is_one_of("compressed-tensors"),
+        "format": _is_one_of("pack-quantized"),
+        "quantization_status": _is_one_of(None, "compressed"),
+        "kv_cache_scheme": _is_one_of(None),
+        "global_compression_ratio": ("a number or null", lambda value: True),
+        "version": ("a version", lambda value: True),
+        "sparsity_config": _is_one_of(None, {}),
+        "transform_config": _is_one_of(None, {}),
+        "config_groups": ("groups", lambda value: True),  # read by `_group_size`
+        "ignore": _NAMES,
     },
     "mxfp4": {"quant_method": _is_one_of("mxfp4"), "modules_to_not_convert": _NAMES, "dequantize": _FLAG},
 }

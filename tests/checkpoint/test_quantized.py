@@ -19,9 +19,9 @@ from archon.checkpoint.convert import convert
 from archon.checkpoint.hf_reader import HFCheckpoint, ReadTarget, load_hf_weights, loadable_tensors
 from archon.checkpoint.quantized import StoredTensor, stored_tensors
 from archon.checkpoint.safetensors_file import CHUNK_BYTES
-from archon.models.hf.quantization import Quantization
+from archon.models.hf.quantization import Quantization, read_quantization
 from archon.models.hf.state_dict import BaseStateDictAdapter
-from archon.schema.errors import CheckpointError
+from archon.schema.errors import CheckpointError, ConfigError
 from archon.tools.check.oracle import (
     checkpoint_tensors,
     family_config,
@@ -340,3 +340,107 @@ def test_deepseek_v3_of_fp8_blocks_computes_what_transformers_does(tmp_path: Pat
     assert exported.keys() == expected.keys() | carried.keys()
     assert all(exported[key].dtype == tensor.dtype for key, tensor in carried.items())
     assert all(torch.equal(exported[key], tensor) for key, tensor in (expected | carried).items())
+
+
+# 4-bit integers of compressed-tensors, as in Kimi K2 Thinking and K2.5
+
+
+INT4_WEIGHTS = {
+    "num_bits": 4,
+    "type": "int",
+    "strategy": "group",
+    "group_size": 32,
+    "symmetric": True,
+    "dynamic": False,
+}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "ignore": ["lm_head", "re:.*self_attn.*"],
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": INT4_WEIGHTS | {"actorder": None, "observer": "minmax", "observer_kwargs": {}},
+        }
+    },
+}
+
+
+def int4_checkpoint(
+    folder: Path, edit: Callable[[dict[str, Tensor]], object] = lambda state: None
+) -> tuple[Path, Tensor]:
+    """A checkpoint with one packed matrix, and what it stands for."""
+    config = config_with(hidden_size=64, intermediate_size=96) | {"quantization_config": INT4}
+    state, key = random_weights(config), "model.layers.0.mlp.down_proj.weight"
+    rows, columns = state.pop(key).shape
+    values = torch.randint(-8, 8, (rows, columns), generator=GENERATOR)
+    scales = torch.rand(rows, columns // 32, generator=GENERATOR).bfloat16()
+    packed_values = torch.zeros(rows, columns // 8, dtype=torch.int64)
+    for place in range(8):  # the first value is in the lowest bits
+        packed_values |= (values[:, place::8] + 8) << 4 * place
+    packed_values = torch.where(packed_values >= 2**31, packed_values - 2**32, packed_values).to(torch.int32)
+    shape = torch.tensor([rows, columns], dtype=torch.int32)
+    state |= {f"{key}_packed": packed_values, f"{key}_scale": scales, f"{key}_shape": shape}
+    edit(state)
+    return write_checkpoint(folder, config, state), values * scales.float().repeat_interleave(32, dim=1)
+
+
+def test_4_bit_integers_are_dequantized_and_exported_as_weights(tmp_path: Path) -> None:
+    folder, expected = int4_checkpoint(tmp_path / "int4")
+    model = archon.load_model(folder, dtype=torch.float32)
+    assert torch.equal(model.layers["0"].feed_forward.w2.weight, expected)
+    archon.save_model(model, tmp_path / "out", like=folder)
+    assert torch.equal(
+        archon.load_model(tmp_path / "out", dtype=torch.float32).layers["0"].feed_forward.w2.weight, expected
+    )
+    with HFCheckpoint(folder) as checkpoint:
+        key = "model.layers.0.mlp.down_proj.weight"
+        stored = stored_tensors(checkpoint.entries, checkpoint.files, read_quantization(INT4), {key})
+        region = (slice(5, 23), slice(11, 70))
+        assert torch.equal(read(checkpoint, stored[key], region, torch.float32), expected[region])
+
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        (lambda state: state.pop(f"{DOWN}_scale"), f"'{DOWN}_scale', the other half of '{DOWN}', is missing"),
+        (lambda state: state.pop(f"{DOWN}_shape"), f"'{DOWN}_shape', the other half of '{DOWN}', is missing"),
+        (
+            put(f"{DOWN}_shape", torch.tensor([64, 95], dtype=torch.int32)),
+            r"_shape' holds \[64, 95\]; expected \[64, 96\]",
+        ),
+        (put(f"{DOWN}_scale", torch.ones(64, 2)), r"_scale' has shape \[64, 2\], expected \[64, 3\]"),
+        (cast(f"{DOWN}_packed", torch.int64), r"_packed' is torch.int64 of shape \[64, 12\]; expected int32"),
+    ],
+)
+def test_a_defect_of_4_bit_integers_is_named(tmp_path: Path, edit: Edit, match: str) -> None:
+    folder, _ = int4_checkpoint(tmp_path / "int4", edit)
+    with pytest.raises(CheckpointError, match=match):
+        archon.load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"num_bits": 8}, "weights.num_bits' is 8; expected 4"),
+        ({"symmetric": False}, "weights.symmetric' is False; expected True"),
+        ({"actorder": "group"}, "weights.actorder' is 'group'; expected None"),
+        ({"group_size": -1}, "weights.group_size' is -1; expected the columns"),
+    ],
+)
+def test_other_integers_are_refused(change: dict[str, Any], match: str) -> None:
+    group = {"targets": ["Linear"], "weights": INT4_WEIGHTS | change}
+    with pytest.raises(ConfigError, match=match):
+        read_quantization(INT4 | {"config_groups": {"group_0": group}})
+
+
+def test_an_ignored_expression_that_is_more_than_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ignore' is 're:a\|b'; archon reads module names"):
+        read_quantization(INT4 | {"ignore": ["re:a|b"]})

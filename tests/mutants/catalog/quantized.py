@@ -77,4 +77,18 @@ MUTANTS: tuple[Mutant, ...] = (
         'value.get("modules_to_not_convert") or value.get("ignored_layers") or []',
         ("tests/checkpoint/test_quantized.py::test_a_module_that_is_not_to_be_quantized_is_not",),
     ),
+    Mutant(
+        "4-bit integers are stored without their offset",
+        "archon/checkpoint/quantized.py",
+        ".sub_(8)",
+        "",
+        ("tests/checkpoint/test_quantized.py::test_4_bit_integers_are_dequantized_and_exported_as_weights",),
+    ),
+    Mutant(
+        "the stored shape of packed integers is not checked",
+        "archon/checkpoint/quantized.py",
+        "if tuple(sizes.tolist()) != shape or",
+        "if",
+        ("tests/checkpoint/test_quantized.py::test_a_defect_of_4_bit_integers_is_named",),
+    ),
 )
