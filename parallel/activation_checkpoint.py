@@ -68,16 +68,21 @@ def _checkpointed_class(block_class: Any, saved_ops: frozenset[str] | None) -> A
     # Blocks must not draw random numbers: recomputation would draw others.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if saved_ops is not None:
-
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            # Compare names: attention operators exist only after their library is imported.
-            saved = op.name().partition(".")[0] in saved_ops
-            return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        names = tuple(sorted(saved_ops))
+        context_fn: Any = partial(create_selective_checkpoint_contexts, partial(_save_listed, names))
+        # PyTorch's cache of compiled blocks skips a block whose policy it cannot identify.
+        context_fn.cache_hash = " ".join(names)
+        options["context_fn"] = context_fn
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = partial(block_class.forward, self)
         return checkpoint(run, *args, **options, **kwargs)
 
     return type(f"Checkpointed{block_class.__name__}", (block_class,), {"forward": forward})
+
+
+# A function of the module, because PyTorch pickles the policy for the key of its cache.
+def _save_listed(saved_ops: tuple[str, ...], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # Compare names: attention operators exist only after their library is imported.
+    saved = op.name().partition(".")[0] in saved_ops
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

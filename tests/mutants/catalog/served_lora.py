@@ -47,7 +47,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a row of the decode step has the products of all LoRAs",
         "archon/generation/lora.py",
-        ".masked_fill_(others, 0)",
+        ".masked_fill_(others.view(len(low), *[1] * (low.dim() - 2), -1), 0)",
         "",
         (f"{STEP}::test_loras_of_several_requests[qwen3]",),
     ),
