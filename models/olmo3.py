@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import ATTENTION_BIAS, HEAD_DIM, dense_fields, layer_type_windows
-from archon.models.hf.names import DENSE_HF_MAP, QK_NORM_HF_MAP
+from archon.models.hf.names import DENSE_HF_MAP, POST_NORMS_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf.rope import RopePolicy
 from archon.models.layers.rope import RopeSpec
 from archon.models.layers.spec import NormPlacement
@@ -34,12 +34,7 @@ class Olmo3ModelArgs(BaseModelArgs):
         return None if spec is None else replace(spec, rounds_once=True)
 
 
-_POST_NORMS = {
-    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.attention_post_norm.weight",
-    "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.ffn_post_norm.weight",
-}
-
 Olmo3Model = BaseArchonModel[Olmo3ModelArgs]
 Olmo3StateDictAdapter, parallelize_olmo3, SPEC = define_family(
-    "olmo3", Olmo3Model, DENSE_HF_MAP | QK_NORM_HF_MAP | _POST_NORMS
+    "olmo3", Olmo3Model, DENSE_HF_MAP | QK_NORM_HF_MAP | POST_NORMS_HF_MAP
 )

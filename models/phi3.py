@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf.config import HEAD_DIM, dense_fields, uniform_window
 from archon.models.hf.fused_tensors import Fused
-from archon.models.hf.names import DENSE_HF_MAP
+from archon.models.hf.names import DENSE_HF_MAP, FUSED_GATE_HF_MAP
 from archon.models.hf.rope import RopePolicy
 from archon.models.spec import define_family
 
@@ -23,12 +23,9 @@ class Phi3ModelArgs(BaseModelArgs):
     hf_fixed_values = {"attention_bias": False}
 
 
-_FUSED = {
+_FUSED = FUSED_GATE_HF_MAP | {
     "model.layers.{}.self_attn.qkv_proj.weight": Fused(
         tuple(f"layers.{{}}.attention.{name}.weight" for name in ("wq", "wk", "wv"))
-    ),
-    "model.layers.{}.mlp.gate_up_proj.weight": Fused(
-        ("layers.{}.feed_forward.w1.weight", "layers.{}.feed_forward.w3.weight")
     ),
 }
 

@@ -35,18 +35,25 @@ ENTRY_POINT_GROUP = "archon.models"
 # A new family adds its module's name here; no other file changes.
 FAMILIES = (
     "deepseek_v3",
+    "ernie4_5",
+    "exaone4",
+    "gemma2",
     "gemma3_text",
+    "glm4",
     "glm4_moe",
     "glm4_moe_lite",
     "gpt_oss",
     "granite",
+    "granitemoe",
     "kimi_k2",
     "llama",
     "minimax_m2",
     "ministral3",
     "mistral",
     "mixtral",
+    "olmo2",
     "olmo3",
+    "olmoe",
     "phi3",
     "qwen2",
     "qwen2_moe",
@@ -56,6 +63,7 @@ FAMILIES = (
     "qwen3_moe",
     "qwen3_next",
     "qwen3_vl",
+    "seed_oss",
     "smollm3",
 )
 

@@ -42,6 +42,17 @@ QK_NORM_HF_MAP: dict[str, str | Fused | None] = {
     "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
     "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",
 }
+# Norms of the outputs of attention and feed-forward network, in OLMo's and Gemma's names; see `NormPlacement`.
+POST_NORMS_HF_MAP: dict[str, str | Fused | None] = {
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.attention_post_norm.weight",
+    "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.ffn_post_norm.weight",
+}
+# Phi's and GLM-4's gate and up projections in one matrix.
+FUSED_GATE_HF_MAP: dict[str, str | Fused | None] = {
+    "model.layers.{}.mlp.gate_up_proj.weight": Fused(
+        ("layers.{}.feed_forward.w1.weight", "layers.{}.feed_forward.w3.weight")
+    ),
+}
 # Hugging Face stores one matrix per expert, archon one stacked parameter; the second `{}` is the expert index.
 EXPERTS_HF_MAP: dict[str, str | Fused | None] = {
     "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
@@ -68,6 +79,14 @@ BLOCK_SPARSE_HF_MAP: dict[str, str | Fused | None] = {
 }
 
 
+# Parts of names in the checkpoints of Granite, and in transformers' in-memory models.
+_IN_MEMORY = {
+    ".block_sparse_moe.router.layer.": ".block_sparse_moe.router.",
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+}
+
+
 def replace_prefix(hf_map: HFMap, old: str, new: str) -> dict[str, str | Fused | None]:
     """Return the map with the key prefix `old` replaced by `new`, as in composite checkpoints."""
     return {new + hf.removeprefix(old) if hf.startswith(old) else hf: entry for hf, entry in hf_map.items()}
@@ -87,6 +106,9 @@ def transformers_map(hf_map: HFMap) -> dict[str, str | Fused | None]:
     """
     names: dict[str, str | Fused | None] = {}
     for hf, entry in hf_map.items():
+        if part := next((part for part in _IN_MEMORY if part in hf), None):
+            names[hf.replace(part, _IN_MEMORY[part])] = entry
+            continue
         hf = hf.replace(".block_sparse_moe.", ".mlp.")
         prefix, _, row = hf.rpartition(".experts.{}.")
         stack, _, matrix = entry.rpartition(".") if isinstance(entry, str) else ("", "", "")

@@ -55,10 +55,12 @@ def test_in_float64_too(family: str, seed: int) -> None:
 COMMON: tuple[Feature, ...] = (
     lambda c: c.tie_word_embeddings,
     lambda c: not c.tie_word_embeddings,
-    lambda c: c.head_dim * c.num_attention_heads != c.hidden_size,
     lambda c: c.num_attention_heads == c.num_key_value_heads,
     lambda c: (getattr(c, "hidden_act", None) or c.hidden_activation) != "silu",
 )
+OWN_HEAD_DIM: tuple[Feature, ...] = (lambda c: c.head_dim * c.num_attention_heads != c.hidden_size,)
+# Families whose heads always have hidden_size / num_attention_heads features.
+DERIVED_HEAD_DIM = ("olmoe",)
 GROUPED: tuple[Feature, ...] = (
     lambda c: 1 < c.num_key_value_heads < c.num_attention_heads,
     lambda c: c.num_key_value_heads == 1 < c.num_attention_heads,
@@ -97,7 +99,20 @@ OWN: dict[str, tuple[Feature, ...]] = {
         lambda c: c.final_logit_softcapping is None,
         lambda c: len({*c.layer_types}) == 2,
     ),
+    "exaone4": (lambda c: len({*c.layer_types}) == 2,),
+    "gemma2": (
+        *BIASES,
+        lambda c: c.attn_logit_softcapping,
+        lambda c: c.attn_logit_softcapping is None,
+        lambda c: c.final_logit_softcapping,
+        lambda c: len({*c.layer_types}) == 2,
+    ),
+    "glm4": (*BIASES, lambda c: c.rope_parameters["partial_rotary_factor"] < 1),
     "granite": BIASES,
+    "granitemoe": (*BIASES, lambda c: 1 < c.num_experts_per_tok < c.num_local_experts),
+    "olmo2": BIASES,
+    "olmoe": (*BIASES, lambda c: c.norm_topk_prob, lambda c: not c.norm_topk_prob),
+    "seed_oss": (*BIASES, lambda c: c.attention_out_bias, lambda c: not c.attention_out_bias),
     "gpt_oss": (
         *BIASES,
         lambda c: {*c.layer_types} == {"sliding_attention", "full_attention"},
@@ -181,5 +196,6 @@ def test_the_configurations_of_a_family_cover_its_features(family: str) -> None:
         assert kinds == dict.fromkeys(expected, len(SEEDS) // len(expected))
         assert sum(max(n) > c.max_position_embeddings for c, n in zip(configs, lengths, strict=True)) >= 4
     grouped = () if hasattr(configs[0], "kv_lora_rank") else GROUPED
+    grouped += () if family in DERIVED_HEAD_DIM else OWN_HEAD_DIM
     for number, feature in enumerate(COMMON + grouped + OWN.get(family, ())):
         assert sum(bool(feature(c)) for c in configs) >= 2, f"feature {number} of {family}"

@@ -66,13 +66,13 @@ def family_config(config: Any, model_type: str | None = None) -> dict[str, Any]:
 
 
 def hf_model(config: Any, **options: Any) -> Any:
-    """Return a fresh transformers model; experts run one at a time, the only way that supports float64."""
+    """Return a fresh transformers model without dropout; experts run one at a time, which alone supports float64."""
     if any(getattr(config.get_text_config(), name, None) for name in EXPERT_FIELDS):
         options["experts_implementation"] = "eager"
     model_class = hf_classes(config.model_type)[1]
     if not model_class._supports_sdpa:
         options["attn_implementation"] = "eager"
-    return model_class._from_config(config, **options)
+    return model_class._from_config(config, **options).eval()
 
 
 @torch.no_grad()

@@ -131,6 +131,7 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
     "glm4_moe_lite": {"mlp_layer_types": _mlp_layer_types, "first_k_dense_replace": _pick(OMIT)},
     # Norms of small outputs magnify rounding: at 0.13, float32 and float64 of transformers differ by 4e-5.
     "olmo3": {"initializer_range": _pick(0.3)},
+    "olmo2": {"initializer_range": _pick(0.3)},
     "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {
         # The gradient of a single sink may cancel.
