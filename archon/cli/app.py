@@ -99,7 +99,7 @@ def _root(
 
 
 def _with_expanded_paths(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace `~` and environment variables in the paths among a command's arguments."""
+    """Replace `~` and environment variables in the paths among a command's arguments; name what ends the command."""
 
     @functools.wraps(command)
     def expanded(**arguments: Any) -> None:
@@ -108,7 +108,9 @@ def _with_expanded_paths(command: Callable[..., None]) -> Callable[..., None]:
                 arguments[name] = expand_path(value)
             elif isinstance(value, tuple):
                 arguments[name] = tuple(map(expand_path, value))
-        with marked_environment(forks=True):  # user code and libraries start processes too
+        # Commands return their exit code. A SystemExit therefore comes from user code, such as a loss or a metric.
+        # User code and libraries start processes too.
+        with marked_environment(forks=True), _written_output(), user_code("code that this command runs"):
             command(**arguments)
 
     return expanded
@@ -124,6 +126,7 @@ for module in (generate, evaluate, serve, bench, launch, report, doctor):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: code 0, 2 for a user error, 130 or 143 after a signal; see `exit_on_error`."""
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # File names and JSON strings may contain lone surrogates, which no encoding can write.
@@ -138,10 +141,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 sys.path.append(os.getcwd())
         arguments = sys.argv[1:] if arguments is None else arguments
         _require_values(arguments)
-        # Commands return their exit code. A SystemExit therefore comes from user code, such as a loss or a metric.
-        with user_code("code that this command runs"):
-            exit_code = app(args=arguments, prog_name="archon", standalone_mode=False)
-        sys.exit(exit_code)
+        sys.exit(app(args=arguments, prog_name="archon", standalone_mode=False))
+
+
+def _open_standard_streams() -> None:
+    """Open closed descriptors 0 to 2 on /dev/null: the next file would get such a number, and prints go into it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = (
+        open(os.devnull, "w") if stream is None else stream  # noqa: SIM115 - open until the process ends
+        for stream in (sys.stdout, sys.stderr)
+    )
+
+
+@contextmanager
+def _written_output() -> Iterator[None]:
+    """Raise ConfigError if the block's standard output cannot be written; Python would only warn as it exits."""
+    try:
+        yield
+    finally:
+        failure = sys.exception()
+        try:
+            sys.stdout.flush()
+        except OSError as reason:
+            # The text stays in the buffer, so a second flush at the end of the process would fail too.
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if failure is None or isinstance(failure, OSError):
+                raise ConfigError(f"standard output cannot be written: {reason.strerror}") from None
+        if isinstance(failure, BrokenPipeError):  # Python does not buffer with PYTHONUNBUFFERED
+            raise ConfigError("standard output or a connection cannot be written: Broken pipe") from None
 
 
 def _require_values(arguments: Sequence[str]) -> None:

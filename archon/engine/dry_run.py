@@ -76,10 +76,9 @@ def dry_run(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1
 
 
 def dry_run_config(config: EngineConfig, tokens: int) -> EngineConfig:
-    """Return the config of a fake step of micro-batches of `tokens`."""
-    return config.model_copy(
-        update={"device": "cpu", "compile": False, "init_from_scratch": True, "max_tokens_per_mb": tokens}
-    )
+    """Return the config of a fake step of micro-batches of `tokens`; a fake process group cannot report stalls."""
+    changes = {"device": "cpu", "compile": False, "init_from_scratch": True, "stall_s": None}
+    return config.model_copy(update=changes | {"max_tokens_per_mb": tokens})
 
 
 def _dry_run(config: EngineConfig, rank: int, tokens: int, micro_batches: int) -> RankReport:

@@ -37,6 +37,33 @@ def test_memory_that_does_not_hold_the_libraries_is_named():
     assert said.startswith("archon: out of memory (") and "ulimit -v" in said
 
 
+def test_output_that_cannot_be_written_is_named():
+    read, closed = os.pipe()
+    os.close(read)
+    full = os.open("/dev/full", os.O_WRONLY)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for stream, reason in ((closed, "Broken pipe"), (full, "No space left on device")):
+        command = [sys.executable, "-m", "archon", "models"]
+        done = subprocess.run(
+            command, stdout=stream, stderr=subprocess.PIPE, text=True, timeout=300, check=False, env=buffered
+        )
+        os.close(stream)
+        assert complaint(done) == f"archon: standard output cannot be written: {reason}"
+
+
+def test_closed_standard_streams_lose_only_what_is_printed(checkpoint: Path):
+    target = checkpoint.parent / "native"
+
+    def without(streams: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        command = ["sh", "-c", f'exec "$0" -m archon "$@" {streams}', sys.executable, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+    done = without("<&- >&- 2>&-", "convert", checkpoint, target, "--to", "native")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and target.is_dir()
+    done = without("2>&-", "inspect", checkpoint.parent / "missing")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_a_checkpoint_of_more_files_than_may_be_open_is_named(checkpoint: Path):
     tensors = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors").unlink()

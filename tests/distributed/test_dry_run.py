@@ -84,6 +84,12 @@ def test_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
         dry_run(config(write_config(tmp_path, "dense"), "d2t2", {}), 4, TOKENS)
 
 
+def test_a_run_that_watches_for_stalls_is_predicted(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "dense")
+    watched, plain = (dry_run(config(path, "d2", options), 0, TOKENS) for options in ({"stall_s": 60.0}, {}))
+    assert watched == plain
+
+
 def published(model: str) -> int:
     rows = (line.split("\t") for line in (CONFIGS / "PARAMETERS.tsv").read_text().splitlines()[1:])
     return next(int(count) for name, _, count in rows if name == model)

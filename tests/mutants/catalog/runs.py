@@ -526,4 +526,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         (f"{AGREEMENT}::test_a_run_is_refused_on_every_rank",),
     ),
+    Mutant(
+        "output that cannot be written is only warned about as Python exits",
+        "archon/cli/app.py",
+        'with _written_output(), user_code("code',
+        'with user_code("code',
+        ("tests/cli/test_exhausted.py::test_output_that_cannot_be_written_is_named",),
+    ),
+    Mutant(
+        "closed standard streams stay closed",
+        "archon/cli/app.py",
+        "    _open_standard_streams()\n    for",
+        "    for",
+        ("tests/cli/test_exhausted.py::test_closed_standard_streams_lose_only_what_is_printed",),
+    ),
+    Mutant(
+        "a simulated rank watches for stalls",
+        "archon/cli/doctor.py",
+        "if stall_seconds is not None:",
+        "if False:",
+        ("tests/cli/test_bad_input.py::test_a_simulated_rank_has_no_stalls_to_watch",),
+    ),
 )
