@@ -34,6 +34,8 @@ Config = TypeVar("Config", bound=StrictModel)
 _NAME = r"\s*[^\s.\[\]][^.\[\]]*"
 _DOTTED_KEY = re.compile(rf"(?:{_NAME}|\[{_NAME}\])(?:\.{_NAME}|\[{_NAME}\])*")
 _TOO_DEEP = "nested too deeply"
+MAX_BITS = 4096
+"""Bits of an integer. Python prints up to 4,300 digits, and errors of fields name shorter ones with their key."""
 Alternatives = dict[type[BaseModel], list[str]]
 
 
@@ -90,14 +92,14 @@ def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[s
     source = _source(file)
     try:
         base, override_values = _read(file), _read_overrides(overrides)
-        require_few_interpolations(OmegaConf.to_container(base), source)
+        _require_limits(base, source)
         for key in choices:
             name = any(override.startswith(f"{key}.") for override in overrides) and OmegaConf.select(base, key)
             if isinstance(name, str):
                 OmegaConf.update(base, key, {"kind": name})
         _require_same_kinds(base, override_values, source)
         merged = OmegaConf.merge(base, override_values)
-        require_few_interpolations(OmegaConf.to_container(merged), source)
+        _require_limits(merged, source)
         data = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
@@ -124,8 +126,7 @@ def _read_overrides(overrides: Sequence[str]) -> DictConfig:
             require_few_values(value, f"override {shown}")
             require_shallow_interpolations(override, f"override {shown}")
             merged.merge_with_dotlist([f"{key}={_quote_text(value)}"])
-            if "${" in value:  # a later key inside this value resolves it
-                require_few_interpolations(OmegaConf.to_container(merged), f"override {shown}")
+            _require_limits(merged, f"override {shown}")  # now, because a later key inside this value resolves it
         except yaml.YAMLError as error:
             raise ConfigError(f"override {shown} is not YAML: {_first_line(error)}") from None
         except RecursionError:
@@ -137,6 +138,21 @@ def _read_overrides(overrides: Sequence[str]) -> DictConfig:
                 f"override {shown} cannot be read or merged with the previous ones: {_reason(error)}"
             ) from None
     return merged
+
+
+def _require_limits(config: DictConfig, source: str) -> None:
+    """Raise ConfigError for an integer that Python does not print, and for interpolations that expand too far."""
+
+    def require_short(value: Any, key: str) -> None:
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise ConfigError(f"{source}: {key}got a number of thousands of digits, expected one of at most 64 bits")
+        if isinstance(value, dict | list):
+            for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+                require_short(part, f"{key.removesuffix(': ')}.{name}: " if key else f"{name}: ")
+
+    values = OmegaConf.to_container(config)
+    require_short(values, "")
+    require_few_interpolations(values, source)
 
 
 def _quote_text(value: str) -> str:

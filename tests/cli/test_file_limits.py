@@ -18,7 +18,7 @@ from archon.schema import files
 from archon.schema.capacity import memory_bytes
 from archon.schema.errors import ConfigError, DatasetError, ImageError, UserError
 from archon.schema.yaml_files import read_yaml
-from archon.training.config import SFTConfig
+from archon.training.config import BootstrapConfig, SFTConfig
 
 ROW = b'{"prompt": "1+1=", "response": "2"}\n'
 
@@ -217,6 +217,17 @@ def test_interpolations_of_overrides_are_limited_before_a_later_override_resolve
         load_config(SFTConfig, None, [f"tags={'x' * 1_000_000}", *(f"tags{n}=${{tags}}" for n in range(20))])
     with pytest.raises(ConfigError, match=r"more than 20 interpolations \$\{…\} are inside each other"):
         load_config(SFTConfig, None, [f"run_dir={'${' * 3000}a{'}' * 3000}"])
+
+
+@pytest.mark.parametrize("text", ["hf_config: {a: [NUMBER]}", "seed: -NUMBER"])
+def test_an_integer_that_python_does_not_print_is_refused(tmp_path, text):
+    (tmp_path / "long.yaml").write_text(text.replace("NUMBER", "0x" + "f" * 5000))
+    with pytest.raises(ConfigError, match=r"long.yaml: .*got a number of thousands of digits, expected one of at"):
+        load_config(BootstrapConfig, tmp_path / "long.yaml", [])
+    with pytest.raises(
+        ConfigError, match=r"override 'hf_config.*': hf_config.hidden_size: got a number of thousands of digits"
+    ):
+        load_config(BootstrapConfig, None, ["hf_config.hidden_size=0x" + "f" * 5000])
 
 
 def test_interpolations_within_the_limits_are_resolved(tmp_path):
