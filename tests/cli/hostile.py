@@ -28,7 +28,21 @@ PATHS += ["{folder}/fifo", "{folder}/binary", "{folder}/link", "{folder}/loop", 
 PATHS += ["{checkpoint}/config.json", "{folder}", "{checkpoint}/../checkpoint/inside", "{dataset}", "{dataset}/inside"]
 URLS = ["http://", "http://[::1", "http://x:70000/v1", "file:///etc/passwd", "ftp://x", "http://a b", "//x"]
 LAYOUTS = ["d" + "1" + "0" * 30, "d0", "d-1", "d" + LONG, "d2" * 50, "d1000000007"]
-YAML = ["[", "{", "[1,", "{a: 1}", "[[]]", "null", "true", "[" * 2000, "!!python/name:os.system", "${x}", "*a", "a: b"]
+YAML = [
+    "0x" + "f" * 5000,
+    "[",
+    "{",
+    "[1,",
+    "{a: 1}",
+    "[[]]",
+    "null",
+    "true",
+    "[" * 2000,
+    "!!python/name:os.system",
+    "${x}",
+    "*a",
+    "a: b",
+]
 ARGUMENTS = [*NUMBERS, *TEXTS, *PATHS, *URLS, *LAYOUTS, "[", "{", "-", "--", "=", "a=", "=b", "a.b.c.d=1", "a=b=c"]
 FIELDS = [*NUMBERS, *TEXTS, *PATHS, *URLS, *LAYOUTS, *YAML]
 OVERRIDES = [
@@ -45,6 +59,9 @@ OVERRIDES = [
 NEW_FILES = {("report", "out"), ("check-model", "cards"), ("doctor", "stacks")}
 """Folders that may be any: they are no input, and only new files are written into them."""
 
+SERVING = {("serve", "port"), ("report", "serve")}
+"""Ports: 0 is any free port, at which the command serves until it is stopped."""
+
 SCHEMAS = {
     "sft": "archon.training.config:SFTConfig",
     "preference": "archon.training.config:PreferenceConfig",
@@ -54,8 +71,10 @@ SCHEMAS = {
     "eval": "archon.cli.eval_config:EvalConfig",
     "serve": "archon.cli.serve_config:ServeConfig",
 }
-CASE_SECONDS = 20
-"""Longest time of a case; the slowest valid one, a generation, takes 2 s."""
+CPU_SECONDS = 20
+"""Longest CPU time of a case; the slowest valid one, a generation, takes 2 s."""
+WALL_SECONDS = 120
+"""Longest time of a case, which may wait for a process that it starts, on a busy machine."""
 MAX_LINES = 5
 MAX_CHARACTERS = 3000
 """Length of a message: a hostile value of 200 characters, and the names of 100 valid keys."""
@@ -122,6 +141,8 @@ def argument_cases(command: str, inputs: dict[str, Any]) -> Iterator[list[str]]:
         for value in ARGUMENTS:
             if (command, parameter.name) in NEW_FILES and "{" in value:
                 continue
+            if (command, parameter.name) in SERVING and value == "0":
+                continue
             text = value.replace("{checkpoint}", str(inputs["checkpoint"])).replace("{folder}", str(inputs["folder"]))
             text = text.replace("{dataset}", str(inputs["dataset"]))
             hostile = [text] * max(1, parameter.nargs)
@@ -161,17 +182,24 @@ class TooLongError(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TooLongError(f"{seconds} s")
+def time_limit() -> Iterator[None]:
+    """Raise TooLongError in the block after `CPU_SECONDS` of this process, or `WALL_SECONDS`."""
 
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    def stop(number: int, frame: FrameType | None) -> None:
+        limit = f"{CPU_SECONDS} s of CPU time" if number == signal.SIGPROF else f"{WALL_SECONDS} s"
+        raise TooLongError(limit)
+
+    timers = {signal.ITIMER_PROF: (signal.SIGPROF, CPU_SECONDS), signal.ITIMER_REAL: (signal.SIGALRM, WALL_SECONDS)}
+    previous = {number: signal.signal(number, stop) for number, _ in timers.values()}
+    for timer, (_, seconds) in timers.items():
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
+        for timer in timers:
+            signal.setitimer(timer, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -191,7 +219,7 @@ def run_case(arguments: list[str], work: Path) -> Result:
     result = Result(arguments)
     with captured() as err, chdir(work):
         try:
-            with time_limit(CASE_SECONDS):
+            with time_limit():
                 main(arguments)
         except SystemExit as left:
             result.code = left.code if isinstance(left.code, int) else int(left.code is not None)

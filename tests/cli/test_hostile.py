@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
 import socket
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from archon.engine.engine import ArchonEngine
 from archon.schema.config import EngineConfig
@@ -18,6 +21,8 @@ from tests.cli.hostile import SCHEMAS, Result, argument_cases, changes, leaf_cas
 
 COMMANDS = ["models", "inspect", "check-model", "new-model", "plan", "convert", "export", "bootstrap", "sft"]
 COMMANDS += ["preference", "rl", "generate", "eval", "serve", "bench", "report", "doctor"]
+ARGUMENT_PARTS, LEAF_PARTS = 31, 61
+"""Parts of some 250 and 550 cases. Prime, so that each part has all values, which follow each other by argument."""
 
 
 @pytest.fixture
@@ -38,6 +43,8 @@ def inputs(checkpoint: Path, dataset: Path, tmp_path: Path, monkeypatch) -> Iter
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss": 1.0}\n')
     monkeypatch.setattr("archon.tools.report.draw_curves", lambda run, folder: [])
+    # typer builds the objects of all commands again for each run, which takes longer than most cases.
+    monkeypatch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -88,16 +95,18 @@ def test_a_sample_of_hostile_values(inputs: dict[str, Any], tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_argument_with_every_hostile_value(inputs: dict[str, Any], tmp_path: Path, command: str) -> None:
-    found = faulty(argument_cases(command, inputs), tmp_path)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(ARGUMENT_PARTS))
+def test_every_argument_with_every_hostile_value(inputs: dict[str, Any], tmp_path: Path, part: int) -> None:
+    cases = chain.from_iterable(argument_cases(command, inputs) for command in COMMANDS)
+    found = faulty(islice(cases, part, None, ARGUMENT_PARTS), tmp_path)
     assert not found, describe(found)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("command", SCHEMAS)
-def test_every_leaf_with_every_hostile_value(inputs: dict[str, Any], tmp_path: Path, command: str) -> None:
-    found = faulty(leaf_cases(command, inputs), tmp_path)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(LEAF_PARTS))
+def test_every_leaf_with_every_hostile_value(inputs: dict[str, Any], tmp_path: Path, part: int) -> None:
+    cases = chain.from_iterable(leaf_cases(command, inputs) for command in SCHEMAS)
+    found = faulty(islice(cases, part, None, LEAF_PARTS), tmp_path)
     assert not found, describe(found)
