@@ -99,6 +99,7 @@ def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[s
                 OmegaConf.update(base, key, {"kind": name})
         _require_same_kinds(base, override_values, source)
         merged = OmegaConf.merge(base, override_values)
+        assert isinstance(merged, DictConfig)
         _require_limits(merged, source)
         data = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

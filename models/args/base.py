@@ -328,7 +328,7 @@ class BaseModelArgs:
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(f"{cls.__name__} has no field {name!r}{hint}")
         config, extra = cls.decoder_config(as_dict(hf_config))
-        args = read_config(config, cls.text_readers.get(config.get("model_type"), cls))
+        args = read_config(config, cls.text_readers.get(str(config.get("model_type")), cls))
         if "sliding_window" in kwargs:
             # The override applies to the sliding layers of the config, or to all layers if none slides.
             windows, window = args["layer_windows"], kwargs["sliding_window"]
