@@ -342,12 +342,15 @@ def _require_same_model(folder: Path, saved: Mapping[str, Any] | None, fingerpri
 
 
 def _differences(saved: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted name, saved value, current value) of every difference; None for a missing value."""
+    """Yield (dotted name, saved value, current value) of every difference; None for a missing value.
+
+    An argument that is off and that the saved model does not have is no difference: archon added it later.
+    """
     for name in [*fingerprint, *(name for name in saved if name not in fingerprint)]:
         before, now = saved.get(name), fingerprint.get(name)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             yield from ((f"{name}.{part}", *values) for part, *values in _differences(before, now))
-        elif before != now:
+        elif before != now and (name in saved or now):
             yield name, before, now
 
 

@@ -382,6 +382,13 @@ def test_resume_from_another_models_checkpoint_is_one_clear_error(
     assert "\n" not in str(caught.value)
 
 
+def test_an_argument_that_archon_added_later_may_be_off(tmp_path: Path) -> None:
+    save_state(tmp_path, 3, {}, fingerprint=fingerprint())
+    assert load_latest(tmp_path, fingerprint() | {"new_bias": False, "new_blocks": ()}) == (3, {})
+    with pytest.raises(CheckpointError, match="new_bias is None there and True here"):
+        load_latest(tmp_path, fingerprint() | {"new_bias": True})
+
+
 def test_checkpoint_without_a_fingerprint_is_refused_where_one_is_asked_for(tmp_path: Path) -> None:
     save_state(tmp_path, 3, {})
     with pytest.raises(CheckpointError, match="family is None there"):
