@@ -54,8 +54,6 @@ def command(
     }
     config = EngineConfig.parse(options | {"init_from_scratch": fresh}, source="doctor")
     if rank is not None:
-        if stall_seconds is not None:
-            raise ConfigError("--stall-seconds watches running ranks, but --rank simulates one; leave one of them out")
         from archon.engine.dry_run import dry_run
 
         print("\n".join(describe_rank(dry_run(config, rank, tokens, micro_batches), layout)))

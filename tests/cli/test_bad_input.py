@@ -104,11 +104,6 @@ def test_a_bootstrap_of_a_family_with_the_wrong_kind_of_tokenizer(archon, tmp_pa
     assert expected in complaint
 
 
-def test_a_simulated_rank_has_no_stalls_to_watch(archon, checkpoint):
-    complaint = archon("doctor", checkpoint, "--rank", "0", "--stall-seconds", "5").complaint
-    assert "--stall-seconds watches running ranks, but --rank simulates one; leave one of them out" in complaint
-
-
 def test_a_schedule_without_an_end_is_refused_before_the_bootstrap(archon, sft_overrides, tmp_path):
     (tmp_path / "bootstrap.yaml").write_text("hf_config: {model_type: qwen3}\n")
     changes = [f"model.path={tmp_path / 'made'}", f"bootstrap={tmp_path / 'bootstrap.yaml'}", "total_steps=3"]

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from archon.checkpoint.hf_io import load_spec
+from archon.models import get_model_spec
 from archon.tools.check.layouts import SIZES
 from archon.tools.check.oracle import hf_model, random_config
 from archon.tools.check.rank_pool import Pool
@@ -24,7 +25,8 @@ def test_encoders_are_exported_bitwise_after_training(
 ) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     torch.manual_seed(0)
-    hf_model(random_config(0, "gemma3", tie_word_embeddings=False, **SIZES)).save_pretrained(source)
+    sizes = {name: size for name, size in SIZES.items() if name in get_model_spec("gemma3").model_args_class.hf_fields}
+    hf_model(random_config(0, "gemma3", **sizes | {"tie_word_embeddings": False})).save_pretrained(source)
     ranks(2).run(checkpoints.train_and_export, str(source), layout, str(out))
     before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
     computed = load_spec(source, text_only=True).adapter.hf_shapes().keys()

@@ -168,8 +168,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens of the old weights are read as those of the new ones",
         "archon/generation/generator.py",
-        "            self._read_tokens()  # sampled with the old weights\n",
-        "            pass\n",
+        "            self._read_tokens()\n        except NotFiniteError",
+        "            pass\n        except NotFiniteError",
         (_STEP,),
     ),
     Mutant(

@@ -225,8 +225,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "only the last layer's overflow counts",
         "models/attention/decode/paged.py",
-        "self.overflowed = wrong if self.overflowed is None else self.overflowed | wrong",
-        "self.overflowed = wrong",
+        "~torch.stack(self._sums).isfinite().all(0)",
+        "~self._sums[-1].isfinite()",
         ("tests/generation/test_adapters.py::test_an_adapter_that_computes_no_numbers_fails_its_own_answers_alone",),
     ),
     Mutant(
@@ -262,15 +262,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "unloaded adapters that are in use do not count toward the limit",
         "archon/generation/lora.py",
-        "if len(self._places) >= self.limit:",
+        "if len(self._layers) >= self.limit:",
         "if len(self._served) >= self.limit:",
         ("tests/generation/test_adapters.py::test_unloaded_adapters_count_toward_the_limit_until_their_answers_end",),
     ),
     Mutant(
         "a refused update in place loses the adapter",
         "archon/generation/lora.py",
-        "        parts = self._parts(weights)\n        self._remove(lora)\n",
-        "        self._remove(lora)\n        parts = self._parts(weights)\n",
+        "        self._put(lora, self._parts(weights))\n        lora.stop_ids",
+        "        self._remove(lora)\n        self._put(lora, self._parts(weights))\n        lora.stop_ids",
         ("tests/generation/test_adapters.py::test_what_cannot_be_loaded_is_refused_and_changes_nothing",),
     ),
     Mutant(

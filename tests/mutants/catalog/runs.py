@@ -458,8 +458,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "interpolations of overrides are checked only after all overrides are merged",
         "archon/cli/config.py",
-        'if "${" in value:',
-        "if False:",
+        '_require_limits(merged, f"override {shown}")',
+        "pass",
         (f"{FILE_LIMITS}::test_interpolations_of_overrides_are_limited_before_a_later_override_resolves_them",),
     ),
     Mutant(
@@ -529,8 +529,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "output that cannot be written is only warned about as Python exits",
         "archon/cli/app.py",
-        'with _written_output(), user_code("code',
-        'with user_code("code',
+        '_written_output(), user_code("code',
+        'user_code("code',
         ("tests/cli/test_exhausted.py::test_output_that_cannot_be_written_is_named",),
     ),
     Mutant(
@@ -543,8 +543,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a simulated rank watches for stalls",
         "archon/cli/doctor.py",
-        "if stall_seconds is not None:",
+        "if rank is not None and stall_seconds is not None:",
         "if False:",
-        ("tests/cli/test_bad_input.py::test_a_simulated_rank_has_no_stalls_to_watch",),
+        ("tests/cli/test_bad_input.py::test_a_simulated_rank_has_no_stall",),
     ),
 )
