@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -38,6 +40,8 @@ from archon.schema.exhausted import resource_error_message
 logger = logging.getLogger(__name__)
 
 REPLICA_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+SCORING_TRIES = 3
+"""How often a thread computes scores while the weights change, before the event loop computes them itself."""
 _DEFAULT_MEMORY_FRACTION = 0.25  # maximum share of the free memory for a cache of unspecified size
 
 
@@ -116,6 +120,8 @@ class InProcessEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._fingerprint: int | None = None
+        self._updates = 0  # begun updates of the weights
+        self._scorer: ThreadPoolExecutor | None = None
 
     @classmethod
     def from_model(
@@ -343,6 +349,47 @@ class InProcessEngine:
         Raises:
             RolloutError: an id outside of the vocabulary, too many ids, or an unknown LoRA.
         """
+        return self._scoring(tokens, temperature, lora, images)()
+
+    async def ascore_prompt(
+        self,
+        tokens: list[int],
+        temperature: float = 1.0,
+        lora: str | None = None,
+        images: SequenceOf[ProcessedImage] = (),
+    ) -> PromptScores:
+        """Return what `score_prompt` returns. On a CPU, a thread computes it, next to the steps of unfinished requests.
+
+        Scores during which the weights or the loaded LoRAs changed are discarded and computed again. On a GPU the event
+        loop computes them, because a CUDA graph may be captured meanwhile.
+        """
+        scoring = self._scoring(tokens, temperature, lora, images)
+        if self._generator.device.type != "cpu":
+            return scoring()
+        if self._scorer is None:
+            self._scorer = ThreadPoolExecutor(1, thread_name_prefix="archon-scores")
+        for _ in range(SCORING_TRIES):
+            before = self._weights_state
+            scores = asyncio.get_running_loop().run_in_executor(self._scorer, scoring)
+            try:
+                await asyncio.wait([scores])
+            finally:
+                scores.cancel()  # has no effect if it is done
+            if self._weights_state == before:
+                return scores.result()
+            scores.exception()  # expected of weights that were being replaced
+            scoring = self._scoring(tokens, temperature, lora, images)
+        return scoring()
+
+    @property
+    def _weights_state(self) -> tuple[int, int]:
+        """Counts of begun updates of the weights and of changes of LoRAs."""
+        return self._updates, self._generator.lora_manager.changes
+
+    def _scoring(
+        self, tokens: list[int], temperature: float, lora: str | None, images: SequenceOf[ProcessedImage]
+    ) -> Callable[[], PromptScores]:
+        """Return the computation of `score_prompt`; raise its errors."""
         self._check_usable()
         generator = self._generator
         if not tokens:
@@ -358,7 +405,7 @@ class InProcessEngine:
         owner = None if lora is None else generator.lora_manager.find(lora)
         lora_mapping = generator.lora_manager.rows([(owner, len(tokens))], len(tokens))
         prompt_images = generator.prompt_images(tokens, images, "the prompt")
-        return score_prompt(generator.model, tokens, temperature, lora_mapping, prompt_images)
+        return partial(score_prompt, generator.model, tokens, temperature, lora_mapping, prompt_images)
 
     def pause(self) -> None:
         """Stop after the current step; unfinished answers are kept."""
@@ -391,6 +438,7 @@ class InProcessEngine:
             meta: the source.
             version: version of the new weights; by default the next one.
         """
+        self._updates += 1
         try:
             if self._aliased and isinstance(meta, torch.nn.Module):
                 written, self._fingerprint = share_weights(self._generator.model, meta), None

@@ -220,6 +220,7 @@ class LoRAManager:
     Attributes:
         limit: maximum LoRAs in memory, including unloaded ones that are still in use.
         slots: slots of the LoRAs in layers.
+        changes: number of LoRAs that were loaded, replaced or removed so far.
     """
 
     limit = 64
@@ -229,6 +230,7 @@ class LoRAManager:
         self._served: dict[str, ServedLoRA] = {}  # LoRAs that requests can name
         self._layers: dict[ServedLoRA, list[ServedMultiLoRALayer]] = {}  # layers of every LoRA in memory
         self.slots = LoRASlots()
+        self.changes = 0
 
     @property
     def served(self) -> dict[str, ServedLoRA]:
@@ -352,6 +354,7 @@ class LoRAManager:
 
     def _put(self, lora: ServedLoRA, parts: Mapping[str, _LoRATensors]) -> None:
         """Write a LoRA to its slot, in place of the one there."""
+        self.changes += 1
         before, self._layers[lora] = self._layers.get(lora, []), [self._layer(matrix) for matrix in parts]
         for layer, part in zip(self._layers[lora], parts.values(), strict=True):
             layer.put(str(lora.slot), part)
@@ -360,6 +363,7 @@ class LoRAManager:
                 layer.remove(str(lora.slot))
 
     def _remove(self, lora: ServedLoRA) -> None:
+        self.changes += 1
         for layer in self._layers.pop(lora):
             layer.remove(str(lora.slot))
         if not self._layers:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from itertools import accumulate
 from typing import Annotated, Any, Literal
@@ -152,14 +151,13 @@ class CompletionApi(CompletionsHandler):
 
     async def _echo(self, choice: protocol.Choice) -> protocol.Choice:
         """Return the choice with prompt and answer scored at the answer's temperature."""
-        score: Callable[..., PromptScores] | None
-        score = getattr(self._caller.engine, "score_prompt", None)
+        score: Callable[..., Awaitable[PromptScores]] | None
+        score = getattr(self._caller.engine, "ascore_prompt", None)
         if score is None:
             raise RolloutError("echo: answers of a session that is trained are sampled only; leave echo out")
         tokens = choice.response.input_tokens + choice.response.output_tokens
         lora = {} if self._lora is None else {"lora": self._lora}
-        self._echoed[choice.index] = score(tokens, self.gconfig.temperature, **lora)
-        await asyncio.sleep(0)  # other requests' turn
+        self._echoed[choice.index] = await score(tokens, self.gconfig.temperature, **lora)
         return choice
 
     def _content(self, choice: protocol.Choice) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class ScoreBody(RequestModel):
 
 
 class TextBody(RequestModel):
-    """Tokens to score."""
+    """A text to tokenize."""
 
     text: str
 
@@ -112,7 +112,8 @@ async def generate(request: Request, pushed: Pushed, body: GenerateBody) -> dict
 @router.post("/score")
 async def score(pushed: Pushed, body: ScoreBody) -> dict[str, list[float]]:
     """Score tokens, from the second on."""
-    return {"logprobs": pushed.engine.prompt_logprobs(body.input_ids, lora=POLICY if body.policy else None)}
+    scores = await pushed.engine.ascore_prompt(body.input_ids, lora=POLICY if body.policy else None)
+    return {"logprobs": scores.logprobs}
 
 
 @router.post("/tokenize")

@@ -12,6 +12,7 @@ import torch
 
 from archon.checkpoint.peft.export import LoRAWeights
 from archon.generation import InProcessEngine
+from archon.generation.prompt_scores import PromptScores
 from archon.generation.types import ModelRequest, ModelResponse
 from archon.models.base import BaseArchonModel
 from archon.models.layers.linear import Linear
@@ -121,6 +122,35 @@ def test_a_prompt_is_scored_with_its_adapter(family: str) -> None:
         assert difference.abs().max() < GENERATED_LOGPROB_FP64
     with pytest.raises(UnknownLoRAError, match="unknown LoRA 'two'; loaded: 'one'"):
         engine.prompt_logprobs(RAGGED[5], 0.7, "two")
+
+
+async def test_scores_next_to_answers_are_of_one_set_of_weights() -> None:
+    model, changed = make_model(), make_model()
+    with torch.no_grad():
+        changed.norm.weight.mul_(1.5)
+    lora, other = random_lora(model, 1), random_lora(model, 2)
+    engine = serving(model, {"one": lora})
+    tokens = RAGGED[5]
+
+    async def begin(name: str | None = None) -> asyncio.Task[PromptScores]:
+        scoring = asyncio.create_task(engine.ascore_prompt(tokens, lora=name))
+        await asyncio.sleep(0)  # a thread computes now
+        return scoring
+
+    answer = asyncio.create_task(engine.agenerate(asks("one", RAGGED[4], max_new_tokens=20)))
+    assert (await engine.ascore_prompt(tokens, lora="one")) == engine.score_prompt(tokens, lora="one")
+    scoring = await begin("one")
+    engine.update_lora("one", other)
+    assert (await scoring) == serving(model, {"one": other}).score_prompt(tokens, lora="one")
+    scoring = await begin()
+    engine.update_weights(changed)
+    assert (await scoring) == make_engine(changed).score_prompt(tokens)
+    scoring = await begin("one")
+    engine.abort()
+    engine.unload_lora("one")
+    with pytest.raises(UnknownLoRAError, match="unknown LoRA 'one'"):
+        await scoring
+    assert (await answer).stop_reason == "abort"
 
 
 def test_requests_of_the_model_itself_are_bitwise_the_same_beside_loaded_adapters() -> None:

@@ -156,6 +156,8 @@ SLOW = FAST | {
     "invalid token ids": ("completions", lambda: {"prompt": ["x"] + [7.5] * (MAX_ITEMS["prompt"] - 1)}, "prompt"),
     "nesting": ("chat/completions", lambda: b'{"x": ' + b"[" * 3_000_000 + b"]" * 3_000_000 + b"}", "nested"),
     "prompt": ("completions", lambda: {"prompt": [7] * (CONTEXT - 8), "max_tokens": 4}, "choices"),
+    "echo": ("completions", lambda: {"prompt": [7] * (CONTEXT - 8), "max_tokens": 0, "echo": True}, "choices"),
+    "scores": ("rollout/score", lambda: {"input_ids": [7] * CONTEXT}, "logprobs"),
     "images": ("chat/completions", lambda: images(8000), TOO_LONG),
     "logprobs": (
         "chat/completions",

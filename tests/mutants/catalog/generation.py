@@ -260,6 +260,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        "scores of weights that changed meanwhile are returned",
+        "archon/generation/inprocess.py",
+        "if self._weights_state == before:",
+        "if True:",
+        ("tests/generation/test_adapters.py::test_scores_next_to_answers_are_of_one_set_of_weights",),
+    ),
+    Mutant(
         "unloaded adapters that are in use do not count toward the limit",
         "archon/generation/lora.py",
         "if len(self._layers) >= self.limit:",
