@@ -236,8 +236,10 @@ def _common_key(adapter: BaseStateDictAdapter, key: str) -> str:
         return key
     template = re.sub(r"(?<=^layers\.)\d+(?=\.)", "{}", targets[0].name)
     layer = re.findall(r"^layers\.(\d+)\.", targets[0].name)
-    row = [] if targets[0].index is None else [targets[0].index]
-    return _COMMON_KEYS[template].format(*layer, *row) if template in _COMMON_KEYS else key
+    indices = layer if targets[0].index is None else [*layer, str(targets[0].index)]
+    common = _COMMON_KEYS.get(template, key)
+    # A tensor that stacks all experts has no counterpart among tensors of one expert.
+    return common.format(*indices) if common.count("{}") == len(indices) else key
 
 
 class RankTensors:
