@@ -21,6 +21,7 @@ from archon.checkpoint.hf_export import _ShardWriter, save_hf
 from archon.checkpoint.hf_io import load_spec
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.checkpoint.tokenizer import load_tokenizer
+from archon.models.hf.state_dict import WITHOUT_HEAD
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError, UnknownModelError
 from tests.checkpoint.tiny_checkpoints import (
     MOE,
@@ -123,7 +124,7 @@ def test_like_decides_the_dtype_of_every_tensor(tmp_path: Path, stacked: bool) -
     source = write_checkpoint(tmp_path / "in", config, wide)
     if stacked:
         adapter = load_spec(source).adapter
-        write_checkpoint(source, config, adapter.without_head.in_memory.to_hf(adapter.from_hf(wide)))
+        write_checkpoint(source, config, adapter.renamed(WITHOUT_HEAD).stacked.to_hf(adapter.from_hf(wide)))
     model = archon.load_model(source, dtype=torch.float32)
     archon.save_model(model, tmp_path / "out", like=source, dtype="like")
     assert_bitwise(dict(load_file(tmp_path / "out" / "model.safetensors")), wide)

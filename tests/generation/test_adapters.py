@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -125,7 +126,8 @@ def test_a_prompt_is_scored_with_its_adapter(family: str) -> None:
 
 
 async def test_scores_next_to_answers_are_of_one_set_of_weights() -> None:
-    model, changed = make_model(), make_model()
+    model = make_model()
+    changed = copy.deepcopy(model)
     with torch.no_grad():
         changed.norm.weight.mul_(1.5)
     lora, other = random_lora(model, 1), random_lora(model, 2)
