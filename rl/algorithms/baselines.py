@@ -48,6 +48,18 @@ def lite_ppo(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tens
     return inputs.broadcast_to_tokens(groups.subtract_baseline(groups.mean) / (std + settings.eps))
 
 
+@ADVANTAGES.register("maxrl")
+def maxrl(inputs: AdvantageInputs, settings: GroupSettings) -> Tensor:
+    """MaxRL: (r − mean_group) / mean_group, for rewards of 0 and 1 (maximum likelihood RL, arXiv 2602.02710).
+
+    Rare successes count more than with the standard deviation of GRPO. A group whose mean is not above 0 is no signal.
+    """
+    groups = inputs.groups
+    succeeds = (groups.mean > 0)[groups.trajectory_index]
+    relative = groups.subtract_baseline(groups.mean) / groups.mean[groups.trajectory_index]
+    return inputs.broadcast_to_tokens(torch.where(succeeds, relative, 0.0))
+
+
 class Selection(AdvantageSettings):
     """Settings of advantage `raft`."""
 

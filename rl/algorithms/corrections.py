@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from archon.rl.algorithms.kl import binary_kl
 from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
 
 # (log ratio [B, S], loss_mask [B, S], generator's logprobs [B, S], settings) -> (weights [B, S], touched [B, S] bool)
@@ -78,18 +79,29 @@ def kpop(log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: KPop)
     log((1 − p)/(1 − q)) is the binary KL (Guo et al. 2026, "Taming training-inference mismatch in reinforcement
     learning with adaptive masking regions").
     """
-    generated = logprobs.double().exp().clamp(_SMALLEST, 1 - _SMALLEST)
-    trained = (logprobs.double() + log_ratio.double()).exp().clamp(_SMALLEST, 1 - _SMALLEST)
-    outside = _binary_kl(trained, generated).maximum(_binary_kl(generated, trained)) > settings.max_divergence
+    generated, trained = logprobs.double().exp(), (logprobs.double() + log_ratio.double()).exp()
+    outside = binary_kl(trained, generated).maximum(binary_kl(generated, trained)) > settings.max_divergence
     return torch.where(outside, 0.0, log_ratio.exp()), outside
 
 
-_SMALLEST = 1e-6
-"""Probabilities are kept this far from 0 and 1."""
+class SequenceMask(IcePop):
+    """Settings of correction `sequence_mask`."""
+
+    min_ratio: float = Field(0.0, ge=0, description="answers with a smaller ratio are masked")
+    max_ratio: float = Field(2.0, gt=0, description="answers with a larger ratio are masked")
 
 
-def _binary_kl(p: Tensor, q: Tensor) -> Tensor:
-    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+class GeometricMask(IcePop):
+    """Settings of correction `geometric_mask`."""
+
+    min_ratio: float = Field(0.99, ge=0, description="answers with a smaller mean ratio are masked")
+    max_ratio: float = Field(1.01, gt=0, description="answers with a larger mean ratio are masked")
+
+
+class K3Mask(MethodSettings):
+    """Settings of correction `k3_mask`."""
+
+    max_divergence: float = Field(0.01, gt=0, description="answers with a larger mean KL a token are masked")
 
 
 @CORRECTIONS.register("sequence_tis")
@@ -97,6 +109,48 @@ def sequence_tis(
     log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: TruncatedImportanceSampling
 ) -> tuple[Tensor, Tensor]:
     """Sequence-level truncated importance sampling: min(Π ρ, C) on each token of an answer."""
-    trained = loss_mask > 0
-    ratio = torch.where(trained, log_ratio, 0.0).sum(1, keepdim=True).exp().expand_as(log_ratio)
+    ratio = _sum_of_answer(log_ratio, loss_mask).exp()
     return ratio.clamp(max=settings.max_ratio), ratio > settings.max_ratio
+
+
+@CORRECTIONS.register("sequence_mask")
+def sequence_mask(
+    log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: SequenceMask
+) -> tuple[Tensor, Tensor]:
+    """Sequence-level masked importance sampling: Π ρ within [min_ratio, max_ratio], else 0, on each token of an answer.
+
+    Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference
+    mismatch".
+    """
+    ratio = _sum_of_answer(log_ratio, loss_mask).exp()
+    outside = (ratio < settings.min_ratio) | (ratio > settings.max_ratio)
+    return torch.where(outside, 0.0, ratio), outside
+
+
+@CORRECTIONS.register("geometric_mask")
+def geometric_mask(
+    log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: GeometricMask
+) -> tuple[Tensor, Tensor]:
+    """Answers whose geometric mean of ρ is outside [min_ratio, max_ratio] are masked; the others have weight 1.
+
+    Source: as `sequence_mask`. The mean does not depend on the length of an answer, as the product does.
+    """
+    ratio = (_sum_of_answer(log_ratio, loss_mask) / loss_mask.sum(1, keepdim=True).clamp(min=1)).exp()
+    outside = (ratio < settings.min_ratio) | (ratio > settings.max_ratio)
+    return torch.where(outside, 0.0, torch.ones_like(ratio)), outside
+
+
+@CORRECTIONS.register("k3_mask")
+def k3_mask(log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: K3Mask) -> tuple[Tensor, Tensor]:
+    """Answers whose mean of ρ − 1 − log ρ is above max_divergence are masked; the others have weight 1.
+
+    The mean estimates KL(generator ‖ trainer) a token (Schulman 2020, "Approximating KL divergence", k3).
+    """
+    divergence = _sum_of_answer(log_ratio.expm1() - log_ratio, loss_mask)
+    outside = divergence / loss_mask.sum(1, keepdim=True).clamp(min=1) > settings.max_divergence
+    return torch.where(outside, 0.0, torch.ones_like(divergence)), outside
+
+
+def _sum_of_answer(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return the sum over each row's trained tokens at each of its tokens, [B, S]."""
+    return torch.where(loss_mask > 0, values, 0.0).sum(1, keepdim=True).expand_as(values)

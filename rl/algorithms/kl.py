@@ -33,3 +33,13 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     if kind == "k2":
         return d.square() / 2
     return (-d).expm1() + d
+
+
+_SMALLEST = 1e-6
+"""Probabilities are kept this far from 0 and 1."""
+
+
+def binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return p log(p/q) + (1 − p) log((1 − p)/(1 − q)): the KL of drawing a token or not, with probability p or q."""
+    p, q = (x.clamp(_SMALLEST, 1 - _SMALLEST) for x in (p, q))
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()

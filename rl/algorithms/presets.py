@@ -94,6 +94,33 @@ PRESETS.register("gspo")(
     GRPO | NO_KL | {"policy_loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "minibatches": 4}
 )
 
+# LUSPO (arXiv 2602.05261), section 5.1: GSPO with each answer's loss times its length, clipped by 2e-3 and 2.5e-3.
+PRESETS.register("luspo")(
+    GRPO
+    | NO_KL
+    | {
+        "policy_loss": {"kind": "gspo", "clip_low": 2e-3, "clip_high": 2.5e-3},
+        "aggregation": {"kind": "seq_mean_token_sum"},
+    }
+)
+
+# MaxRL (arXiv 2602.02710): advantages relative to the group's mean, no KL, mean over all tokens.
+PRESETS.register("maxrl")(GRPO | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "maxrl"}})
+
+# DPPO (arXiv 2602.04879) with the binary total variation: limits 0.2 and 0.28 as in TRL's example, no KL.
+PRESETS.register("dppo")(
+    GRPO
+    | NO_KL
+    | TOKEN_MEAN
+    | {"policy_loss": {"kind": "dppo", "divergence": "tv", "delta_low": 0.2, "delta_high": 0.28}}
+)
+
+# Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): GRPO's loss without failed answers that are far off
+# policy. The report states no limit; 0.5 nats a token is the value that TRL's documentation suggests to start with.
+PRESETS.register("opsm")(
+    GRPO | NO_KL | {"policy_loss": {"kind": "opsm", "clip_low": 0.2, "clip_high": 0.2, "max_drift": 0.5}}
+)
+
 # CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1): no lower bound, no KL, mean over all tokens. The paper does not
 # state its upper bound; ScaleRL (arXiv 2510.13786) finds that the choice matters little around 4.
 PRESETS.register("cispo")(

@@ -70,7 +70,17 @@ def plain_correction(log_ratios: Sequence[float], logprobs: Sequence[float], set
         pairs = [(math.exp(q + x), math.exp(q)) for q, x in zip(logprobs, log_ratios, strict=True)]
         far = [max(plain_binary_kl(p, q), plain_binary_kl(q, p)) > settings.max_divergence for p, q in pairs]
         return [(0.0, True) if out else (ratio, False) for ratio, out in zip(ratios, far, strict=True)]
+    if settings.kind == "k3_mask":
+        far_off = statistics.fmean(r - 1 - math.log(r) for r in ratios) > settings.max_divergence
+        return [(float(not far_off), far_off)] * len(ratios)
     high = settings.max_ratio
+    if settings.kind == "sequence_mask":
+        whole = math.prod(ratios)
+        inside = settings.min_ratio <= whole <= high
+        return [(whole if inside else 0.0, not inside)] * len(ratios)
+    if settings.kind == "geometric_mask":
+        inside = settings.min_ratio <= statistics.geometric_mean(ratios) <= high
+        return [(float(inside), not inside)] * len(ratios)
     if settings.kind == "sequence_tis":
         whole = math.exp(math.fsum(log_ratios))
         return [(min(whole, high), whole > high)] * len(log_ratios)
@@ -95,6 +105,8 @@ def plain_answer(reward: float, members: list[float], everyone: list[float], set
         return (reward - mean) / ((statistics.stdev(members) if len(members) > 1 else 0.0) + settings.eps)
     if kind == "lite_ppo":
         return (reward - mean) / (statistics.stdev(everyone) + settings.eps)
+    if kind == "maxrl":
+        return (reward - mean) / mean if mean > 0 else 0.0
     if kind == "raft":
         return float(reward > 0 and (not settings.best_only or reward == max(members)))
     if kind == "opmd":
@@ -155,7 +167,7 @@ def plain_advantages(of: AdvantageInputs, settings: Any) -> list[list[float]]:
 
 def plain_loss(logprob: float, ratio: float, advantage: float, settings: Any) -> float:
     """Of one token."""
-    if settings.kind in ("ppo", "decoupled", "gspo", "cispo", "mix", "chord"):
+    if settings.kind in ("ppo", "decoupled", "gspo", "opsm", "cispo", "mix", "chord"):
         clipped = min(max(ratio, 1 - settings.clip_low), 1 + settings.clip_high)
         if settings.kind == "cispo":
             return -clipped * advantage * logprob
@@ -166,6 +178,13 @@ def plain_loss(logprob: float, ratio: float, advantage: float, settings: Any) ->
     if settings.kind == "sapo":
         tau = settings.tau_positive if advantage > 0 else settings.tau_negative
         return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+    if settings.kind == "dppo":
+        new, old = math.exp(logprob), math.exp(logprob) / ratio
+        moved = abs(new - old) if settings.divergence == "tv" else plain_binary_kl(old, new)
+        if advantage > 0 and ratio > 1 and moved > settings.delta_high:
+            return 0.0
+        if advantage < 0 and ratio < 1 and moved > settings.delta_low:
+            return 0.0
     if settings.kind == "reinforce":
         return -advantage * logprob
     if settings.kind == "sppo":
@@ -209,6 +228,12 @@ def plain_objective(
             if config.policy_loss.kind == "topr":
                 alpha = min(math.exp(sum(logs)), 1.0) if advantage < 0 else 1.0
                 value = -alpha * advantage * logprobs[t].item()
+            elif (
+                config.policy_loss.kind == "opsm"
+                and advantage < 0
+                and -sum(logs) / len(logs) > config.policy_loss.max_drift
+            ):
+                value = 0.0
             elif config.policy_loss.uses_demonstrations and batch["demonstrations"][t]:
                 p = math.exp(logprobs[t].item())
                 value = -logprobs[t].item() * (p * (1 - p) if config.policy_loss.kind == "chord" else 1.0)

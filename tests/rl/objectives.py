@@ -33,6 +33,8 @@ CLIP = {"clip_low": 0.05, "clip_high": 0.05}
 ALGORITHM: dict[str, Any] = {"preset": "grpo", "kl": KL, "entropy_coef": 0.01, "policy_loss": CLIP}
 LOSSES: dict[str, dict[str, Any]] = {name: {"kind": name} for name in POLICY_LOSSES}
 LOSSES |= {name: {"kind": name, **CLIP} for name in ("ppo", "decoupled", "gspo", "cispo")}
+LOSSES["dppo"] = {"kind": "dppo", "delta_low": 0.01, "delta_high": 0.01}
+LOSSES["opsm"] = {"kind": "opsm", "max_drift": 0.1, **CLIP}
 LOSSES["m2po"] = {"kind": "m2po", "max_second_moment": 0.3}
 AVERAGES: dict[str, dict[str, Any]] = {name: {"kind": name} for name in AGGREGATIONS}
 AVERAGES["dr_grpo"] = {"kind": "dr_grpo", "max_tokens": 8}
@@ -55,6 +57,16 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gae-sequence_tis": {"advantage": "gae", "correction": "sequence_tis"},
     "topr-reward": {"policy_loss": "topr", "advantage": "reward", "rewards": {"bias": -0.5}},
     "sppo-lite_ppo-kpop": {"policy_loss": "sppo", "advantage": "lite_ppo", "correction": "kpop"},
+    "dppo-maxrl-sequence_mask": {
+        "policy_loss": {"kind": "dppo", "divergence": "kl", "delta_low": 0.01, "delta_high": 0.01},
+        "advantage": "maxrl",
+        "correction": "sequence_mask",
+    },
+    "opsm-geometric_mask": {
+        "policy_loss": LOSSES["opsm"],
+        "correction": {"kind": "geometric_mask", "min_ratio": 0.5, "max_ratio": 2.0},
+    },
+    "ppo-k3_mask": {"correction": {"kind": "k3_mask", "max_divergence": 0.5}},
     "rec-asymre": {"policy_loss": "rec", "advantage": "asymre"},
     "reinforce-raft": {"policy_loss": "reinforce", "advantage": "raft", "rewards": {"bias": -0.4}},
     "ppo-step_wise_grpo": {"advantage": {"kind": "step_wise_grpo", "per_step": True}},

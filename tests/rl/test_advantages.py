@@ -36,7 +36,8 @@ OF_STEPS = {kind for kind in ADVANTAGES if settings_of(kind).needs_steps}
 
 def test_the_advantages_that_compare_a_group_and_those_that_need_a_critic() -> None:
     assert {
-        *("grpo", "dr_grpo", "rloo", "opmd", "reinforce_baseline", "asymre", "lite_ppo", "step_wise_grpo", "gigpo")
+        *("grpo", "dr_grpo", "rloo", "opmd", "reinforce_baseline", "asymre", "lite_ppo", "step_wise_grpo", "gigpo"),
+        "maxrl",
     } == GROUP_ADVANTAGES
     assert {kind for kind in ADVANTAGES if settings_of(kind).needs_critic} == {"gae"}
     assert {kind for kind in ADVANTAGES if settings_of(kind).needs_teacher} == {"distill"}
@@ -124,6 +125,8 @@ def test_grpo_advantage_worked_by_hand() -> None:
         ("asymre", [2 / 3 + 0.1, -1 / 3 + 0.1, -1 / 3 + 0.1]),
         # The batch's rewards 1, 0, 0: variance (4 + 1 + 1) / 9 / 2 = 1/3, std 0.577350.
         ("lite_ppo", [1.154701, -0.577350, -0.577350]),
+        # Relative to the mean of 1/3.
+        ("maxrl", [2.0, -1.0, -1.0]),
         ("reward", [1.0, 0.0, 0.0]),
         ("raft", [1.0, 0.0, 0.0]),
         # 1, 0, 0: mean 1/3, the same deviations.
@@ -265,6 +268,8 @@ def test_groups_with_variance_marks_every_member() -> None:
         ("opmd", [0.418343, -0.581657, -0.581657, -0.581657, 0.168343, -0.331657]),
         # The batch is the group, so its std is 1/2 too. The std over rows would be 0.437798.
         ("lite_ppo", [1.0, -1.0, -1.0, -1.0, 0.5, -0.5]),
+        # Relative to the mean of 1/2.
+        ("maxrl", [1.0, -1.0, -1.0, -1.0, 0.5, -0.5]),
         # A baseline of 1/2 - 0.1.
         ("asymre", [0.6, -0.4, -0.4, -0.4, 0.35, -0.15]),
     ],

@@ -37,6 +37,8 @@ def test_correction_equals_plain_loop(correction: str) -> None:
     trainer, generator = -torch.rand(2, 6, 9, dtype=torch.float64).mul(3) - 0.05
     log_ratio, mask = trainer - generator, torch.randint(0, 2, (6, 9))
     bounds = {name: {"max_ratio": 1.4} for name in ("tis", "sequence_tis")}
+    bounds |= {"sequence_mask": {"max_ratio": 1.4}, "k3_mask": {"max_divergence": 0.6}}
+    bounds |= {"geometric_mask": {"min_ratio": 0.6, "max_ratio": 1.4}}
     bounds |= {"icepop": {"max_ratio": 1.4, "min_ratio": 0.6}, "kpop": {"max_divergence": 0.07}}
     settings = CORRECTIONS.parse({"kind": correction, **bounds.get(correction, {})})
     weights, touched = CORRECTIONS[correction](log_ratio, mask, generator, settings)

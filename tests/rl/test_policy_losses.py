@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -150,6 +151,34 @@ def test_sppo_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
+    ("divergence", "limit", "kept"),
+    [
+        # π_old = 0.5: π = 0.6 and 0.8 differ by 0.1 and 0.3, for A = 1 and then for A = −1; 0.4 and 0.2 likewise.
+        ("tv", 0.2, [1, 0, 1, 1, 1, 1, 1, 0]),
+        # KL(0.5 ‖ 0.8) = 0.5 ln 0.625 + 0.5 ln 2.5 = 0.2231, of 0.2 the same; of 0.6 and 0.4 0.0204.
+        ("kl", 0.2, [1, 0, 1, 1, 1, 1, 1, 0]),
+        ("kl", 0.25, [1, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_dppo_worked_by_hand(divergence: str, limit: float, kept: list[int]) -> None:
+    new = torch.tensor([0.6, 0.8, 0.6, 0.8, 0.4, 0.2, 0.4, 0.2], dtype=torch.float64)
+    of = terms(new.log().tolist(), [1.0, 1.0, -1.0, -1.0] * 2)
+    of = replace(of, old_logprobs=torch.full_like(new, math.log(0.5)))
+    settings = POLICY_LOSSES.parse({"kind": "dppo", "divergence": divergence, "delta_low": limit, "delta_high": limit})
+    loss = [-k * a * p / 0.5 for k, a, p in zip(kept, of.advantages.tolist(), new.tolist(), strict=True)]
+    assert assert_loss(of, settings, loss, loss) == [not k for k in kept]
+
+
+def test_opsm_worked_by_hand() -> None:
+    # Means of log π_old − log π: 0.6 | 0.6 | 0.4. The first answer failed and is left out, the second succeeded, the
+    # third is near. PPO's bounds do not matter: A > 0 with ρ < 1, and 0.8 at A < 0 with ρ < 0.8 (no gradient).
+    of = terms([-0.2, -1.0, -0.6, -0.4], [-1.0, -1.0, 1.0, -1.0], [0, 0, 1, 2])
+    settings = POLICY_LOSSES.parse({"kind": "opsm", "clip_low": 0.2, "clip_high": 0.2, "max_drift": 0.5})
+    loss, gradient = [0.0, 0.0, -math.exp(-0.6), 0.8], [0.0, 0.0, -math.exp(-0.6), 0.0]
+    assert assert_loss(of, settings, loss, gradient) == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
     ("sides", "kept"),
     [
         # Bounds 0.8 and 1.2; ρ = 0.3, 1, 1.5 and 4 for A = 1, then for A = −1.
@@ -195,12 +224,18 @@ def test_corrections_worked_by_hand() -> None:
     logprobs = torch.tensor([[0.2, 0.5, 0.9, 0.2]]).log()
     bounds = {"tis": {"max_ratio": 2.0}, "icepop": {"min_ratio": 0.5, "max_ratio": 2.0}}
     bounds |= {"sequence_tis": bounds["tis"], "kpop": {"max_divergence": 0.3}}
+    # The geometric mean is 1.2^(1/3) = 1.0627; the mean of k3 is (3 − 1 − ln 3 + 0.4 − 1 − ln 0.4) / 3 = 0.4059.
+    bounds |= {"sequence_mask": {"max_ratio": 1.1}, "geometric_mask": {"max_ratio": 1.06}}
+    bounds |= {"k3_mask": {"max_divergence": 0.41}}
     expected = {
         "none": ([1, 1, 1], [False, False, False]),
         "tis": ([2, 0.4, 1], [True, False, False]),
         "icepop": ([0, 0, 1], [True, True, False]),
         "kpop": ([0, 0.4, 1], [True, False, False]),
         "sequence_tis": ([1.2, 1.2, 1.2], [False, False, False]),
+        "sequence_mask": ([0, 0, 0], [True, True, True]),
+        "geometric_mask": ([0, 0, 0], [True, True, True]),
+        "k3_mask": ([1, 1, 1], [False, False, False]),
     }
     assert set(CORRECTIONS) == set(expected)
     for name, (weights, touched) in expected.items():

@@ -73,6 +73,25 @@ NO_KL = {"kl": {"kind": "k3", "coef": 0.0, "place": "loss"}}
             | {"minibatches": 4},
         ),
         (
+            "luspo",
+            GROUP
+            | NO_KL
+            | {"policy_loss": {"kind": "gspo", "clip_low": 2e-3, "clip_high": 2.5e-3, "dual_clip": None}}
+            | {"aggregation": {"kind": "seq_mean_token_sum"}},
+        ),
+        ("maxrl", CLIP | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "maxrl"}}),
+        (
+            "dppo",
+            GROUP
+            | NO_KL
+            | TOKEN_MEAN
+            | {"policy_loss": {"kind": "dppo", "divergence": "tv", "delta_low": 0.2, "delta_high": 0.28}},
+        ),
+        (
+            "opsm",
+            GROUP | NO_KL | {"policy_loss": CLIP["policy_loss"] | {"kind": "opsm", "max_drift": 0.5}},
+        ),
+        (
             "cispo",
             GROUP | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "cispo", "clip_low": 1.0, "clip_high": 4.0}},
         ),
@@ -171,6 +190,10 @@ def test_every_preset_is_checked_above() -> None:
             "asymre",
             "sppo",
             "rec",
+            "luspo",
+            "maxrl",
+            "dppo",
+            "opsm",
             "kpop",
             "step_wise_grpo",
             "gigpo",
