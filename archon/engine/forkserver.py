@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.context import ForkServerContext
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -22,7 +22,8 @@ def forkserver_context() -> ForkServerContext:
     """Return a multiprocessing context with a running server; processes call `replace_environment` first."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_MODULES)
-    keep_folder(Path(get_temp_dir()))  # of the server's socket
+    if parent_process() is None:  # the folder of a child process may be its parent's
+        keep_folder(Path(get_temp_dir()))  # of the server's socket
     # Before Python 3.12.4 the server does not inherit sys.path and silently skips failed imports.
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.curdir for entry in sys.path)
