@@ -79,8 +79,8 @@ async def test_a_fault_costs_its_own_sample_as_on_this_machine(
 
 async def test_an_actor_that_dies_costs_the_sample_that_it_executes(reward: AsyncRewardWrapper) -> None:
     assert await outcomes(reward, *["sleep"] * 2, seconds=0.5) == [1.0] * 2
-    pending = asyncio.create_task(outcomes(reward, "sleep", *["2.0"] * 10, seconds=3.5))
-    await asyncio.sleep(2.5)  # enough for the ten answers on a busy machine
+    pending = asyncio.create_task(outcomes(reward, "sleep", *["2.0"] * 10, seconds=1.9))
+    await asyncio.sleep(1.3)  # enough for the ten answers on a busy machine
     before = actors()
     victims = [child.pid for actor in before for child in actor.children()]
     for actor in before:  # of the one that sleeps, and of one that has nothing more to do
