@@ -56,12 +56,16 @@ class IcePop(MethodSettings):
             raise ValueError(f"min_ratio {self.min_ratio} is not below max_ratio {self.max_ratio}")
         return self
 
+    def is_outside(self, ratio: Tensor) -> Tensor:
+        """Return whether each ratio is outside the bounds, bool [B, S]."""
+        return (ratio < self.min_ratio) | (ratio > self.max_ratio)
+
 
 @CORRECTIONS.register("icepop")
 def icepop(log_ratio: Tensor, loss_mask: Tensor, logprobs: Tensor, settings: IcePop) -> tuple[Tensor, Tensor]:
     """IcePop: ρ within [min_ratio, max_ratio], else 0 (Ling team 2025, arXiv 2510.18855)."""
     ratio = log_ratio.exp()
-    outside = (ratio < settings.min_ratio) | (ratio > settings.max_ratio)
+    outside = settings.is_outside(ratio)
     return torch.where(outside, 0.0, ratio), outside
 
 
@@ -123,7 +127,7 @@ def sequence_mask(
     mismatch".
     """
     ratio = _sum_of_answer(log_ratio, loss_mask).exp()
-    outside = (ratio < settings.min_ratio) | (ratio > settings.max_ratio)
+    outside = settings.is_outside(ratio)
     return torch.where(outside, 0.0, ratio), outside
 
 
@@ -136,7 +140,7 @@ def geometric_mask(
     Source: as `sequence_mask`. The mean does not depend on the length of an answer, as the product does.
     """
     ratio = (_sum_of_answer(log_ratio, loss_mask) / loss_mask.sum(1, keepdim=True).clamp(min=1)).exp()
-    outside = (ratio < settings.min_ratio) | (ratio > settings.max_ratio)
+    outside = settings.is_outside(ratio)
     return torch.where(outside, 0.0, torch.ones_like(ratio)), outside
 
 

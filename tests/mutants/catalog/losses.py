@@ -66,15 +66,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "IcePop bounds what strays, in place of leaving it out",
         "rl/algorithms/corrections.py",
-        "return torch.where(outside, 0.0, ratio), outside",
-        "return ratio.clamp(settings.min_ratio, settings.max_ratio), outside",
+        "return torch.where(outside, 0.0, ratio), outside\n\n\nclass KPop",
+        "return ratio.clamp(settings.min_ratio, settings.max_ratio), outside\n\n\nclass KPop",
         (*LOSSES, "tests/rl/test_prepare.py"),
     ),
     Mutant(
         "the ratio of a whole answer is that of its prompt as well",
         "rl/algorithms/corrections.py",
-        "torch.where(trained, log_ratio, 0.0).sum(1, keepdim=True)",
-        "log_ratio.sum(1, keepdim=True)",
+        "torch.where(loss_mask > 0, values, 0.0).sum(1, keepdim=True)",
+        "values.sum(1, keepdim=True)",
         (*LOSSES, "tests/rl/test_prepare.py"),
     ),
     Mutant(
@@ -150,8 +150,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "KPop bounds one direction",
         "rl/algorithms/corrections.py",
-        "_binary_kl(trained, generated).maximum(_binary_kl(generated, trained))",
-        "_binary_kl(trained, generated)",
+        "binary_kl(trained, generated).maximum(binary_kl(generated, trained))",
+        "binary_kl(trained, generated)",
         ("tests/rl/test_policy_losses.py", "tests/rl/test_plain_loops.py"),
     ),
     Mutant(
