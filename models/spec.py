@@ -63,6 +63,7 @@ FAMILIES = (
     "qwen3_moe",
     "qwen3_next",
     "qwen3_vl",
+    "qwen3_vl_moe",
     "seed_oss",
     "smollm3",
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
-from archon.models.hf.names import HFMap, replace_prefix
+from archon.models.hf.fused_tensors import Fused
+from archon.models.hf.names import HFMap, replace_prefix, transformers_map
 from archon.models.hf.state_dict import WITHOUT_HEAD, BaseStateDictAdapter
 
 DECODER = "model.language_model."
@@ -40,6 +43,24 @@ class CompositeStateDictAdapter(BaseStateDictAdapter):
         self.from_hf_map, self.passthrough = first.from_hf_map, first.passthrough  # type: ignore[misc]
         self.__dict__["namings"] = (self, *others)
         self.__dict__["in_memory"] = in_memory.stacked
+
+    @cached_property
+    def stacked(self) -> BaseStateDictAdapter:
+        """See `BaseStateDictAdapter.stacked`; expert matrices that the map transposes are [E, out, in].
+
+        transformers 5 writes them so. An export is as released, [E, in, out], which older versions and servers expect.
+        """
+        hf_map = transformers_map(self.from_hf_map)
+        experts = {hf: entry for hf, entry in hf_map.items() if ".experts." in hf and isinstance(entry, Fused)}
+        return self._with_map({**hf_map, **{hf: replace(entry, transposed=False) for hf, entry in experts.items()}})
+
+    def for_keys(self, tensors: Mapping[str, Any]) -> BaseStateDictAdapter:
+        """See `BaseStateDictAdapter.for_keys`; a shape shows whether expert matrices are transposed."""
+        adapter = super().for_keys(tensors)
+        for key, (experts, *sizes) in adapter.hf_shapes().items():
+            if key.endswith(".experts.down_proj") and key in tensors and adapter.hf_to_native(key)[0].is_transposed:
+                return adapter.stacked if tuple(tensors[key].shape) == (experts, *reversed(sizes)) else adapter
+        return adapter
 
 
 class LlavaStateDictAdapter(CompositeStateDictAdapter):

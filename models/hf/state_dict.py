@@ -238,14 +238,15 @@ class BaseStateDictAdapter:
         adapter.__dict__["from_hf_map"] = hf_map
         return adapter
 
-    def for_keys(self, keys: Iterable[str]) -> BaseStateDictAdapter:
-        """Return the adapter for tensors with these names: the one of `namings` that has their token embedding.
+    def for_keys(self, tensors: Mapping[str, Any]) -> BaseStateDictAdapter:
+        """Return the adapter for these tensors by name: the one of `namings` that has their token embedding.
 
-        Checkpoints with stacked experts, such as Qwen3.5's, and in-memory models need its `stacked`.
+        Checkpoints with stacked experts, such as Qwen3.5's, and in-memory models need its `stacked`. The values have a
+        `shape`.
         """
         if self.overrides:
             return self
-        keys = {*keys}
+        keys = {*tensors}
         adapter = next((a for a in self.namings if a.to_hf_map.get("tok_embeddings.weight") in keys), self)
         stacked = [_matcher(hf) for hf in transformers_map(adapter.from_hf_map).keys() - adapter.from_hf_map.keys()]
         return adapter.stacked if any(name.fullmatch(key) for name in stacked for key in keys) else adapter

@@ -261,6 +261,11 @@ MODELS["deepstack"] = MODELS["seeing"] | {
     },
     "vision_config": MODELS["seeing"]["vision_config"] | {"depth": 3, "deepstack_visual_indexes": [0, 2]},
 }
+MODELS["deepstack_moe"] = MODELS["deepstack"] | {
+    "model_type": "qwen3_vl_moe",
+    "text_config": MODELS["deepstack"]["text_config"]
+    | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "mlp_only_layers": [1]},
+}
 # 8-bit products next to convolutions, states and gates, which are not; and next to the expansion of latents.
 MODELS["fp8_delta"] = MODELS["delta"] | EVEN | {"linear_value_head_dim": 8, "linear_key_head_dim": 8}
 MODELS["fp8_latent"] = MODELS["latent"] | {

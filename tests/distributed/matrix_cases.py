@@ -498,6 +498,10 @@ DEEPSTACK: tuple[Case, ...] = (
     _case("d2", "deepstack", **LORA),
     _case("d2", "deepstack", "adapters of the tower on one rank alone", **DEEPSTACK_LORA),
     _case("t2", "deepstack", "adapters of the tower", **DEEPSTACK_LORA),
+    _case("d2e2", "deepstack_moe", "images on one rank alone, next to experts of both", **TRAINED),
+    _case("t2", "deepstack_moe", "features of a rank's tokens", **BALANCED, **TRAINED),
+    _case("c2", "deepstack_moe", "images across a rank boundary", context_parallel="ulysses", **TRAINED),
+    _pipeline("p2", "1f1b", "deepstack_moe", "features of layers of the first stage", **TRAINED),
 )
 
 # Documents that begin alike, whose common beginnings are computed once; the reference computes each document by itself.

@@ -15,6 +15,7 @@ from archon.models.spec import FAMILIES
 from archon.schema.errors import CheckpointError
 from archon.tools.check.family import REFERENCES
 from archon.tools.check.oracle import build_pair, checkpoint_tensors, hf_classes, random_config
+from archon.tools.check.round_trip import EXPORTED_AS_RELEASED
 from tests.models.test_hf_config import PUBLISHED, read
 
 SEEDS = [(family, seed) for family in FAMILIES for seed in range(6)]
@@ -35,6 +36,7 @@ def test_every_parameter_maps_to_hugging_face_and_back_bitwise(family: str, seed
     _, state, adapter = hf_state(seed, family)
     native = adapter.from_hf(state)
     assert sorted(native) == sorted(adapter.stored_shapes)
+    adapter = adapter.for_keys(state) if family in EXPORTED_AS_RELEASED else adapter
     back = adapter.to_hf(native)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
 
+from archon.checkpoint.hf_io import load_model, save_model
 from archon.models import get_model_spec
 from archon.models.attention.meta import PackedAttention
 from archon.models.base import ModelInputs
@@ -22,7 +25,7 @@ from archon.tools.check.oracle import randomize_vectors, relative_error
 from tests.tolerances import PARITY_FP32, REORDER_FP64
 
 IMAGE, VOCAB = 60, 61
-TYPES = ("qwen3_5", "qwen3_vl")
+TYPES = ("qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 24))]
 
 of_each_family = pytest.mark.parametrize("model_type", TYPES)
@@ -79,6 +82,9 @@ def random_fields(seed: int, model_type: str) -> dict[str, Any]:
         own = random.Random(f"deepstack {seed}")
         depth, count = own.choice([1, 2, 3, 4]), own.choice([0, 1, 1, 2, 2, 2, 2])
         vision |= {"depth": depth, "deepstack_visual_indexes": sorted(own.sample(range(depth), min(depth, count)))}
+    if model_type == "qwen3_vl_moe":
+        text |= {"num_experts": 6, "num_experts_per_tok": rng.choice([2, 3]), "moe_intermediate_size": 20}
+        text["mlp_only_layers"] = rng.choice([[], [], [1]])
     return {
         "model_type": model_type,
         "text_config": text,
@@ -104,7 +110,8 @@ def build(fields: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32)
     torch.manual_seed(seed)
     config = their_config(fields)
     model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    theirs = model_class._from_config(config, attn_implementation="eager").to(dtype)
+    options = {"experts_implementation": "eager"} if hasattr(config.text_config, "num_experts") else {}  # has float64
+    theirs = model_class._from_config(config, attn_implementation="eager", **options).to(dtype)
     randomize_vectors(theirs)
     adapter = adapter_of(config)
     ours = adapter.model_class(adapter.args).to(dtype)
@@ -339,12 +346,74 @@ def test_a_composite_checkpoint_is_read_whole_and_exported_bitwise(model_type: s
     theirs, _ = build(random_fields(3, model_type), 3)
     adapter = adapter_of(theirs.config)
     weights = {name: weight.detach() for name, weight in theirs.named_parameters()}
-    back = adapter.to_hf(adapter.from_hf(weights))
+    back = adapter.for_keys(weights).to_hf(adapter.from_hf(weights))
     assert back.keys() == weights.keys() == adapter.hf_shapes().keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in back.items())
     assert adapter.is_passthrough("mtp.layers.0.norm.weight") and not adapter.is_passthrough(
         "model.visual.merger.norm.bias"
     )
+
+
+def test_experts_are_exported_as_released_and_read_in_both_orientations(tmp_path: Path) -> None:
+    """transformers 5 writes [E, out, in], and reads [E, in, out] too, which older versions and servers expect."""
+    theirs, _ = build(random_fields(2, "qwen3_vl_moe"), 2)
+    theirs.eval().save_pretrained(tmp_path / "theirs")
+    model = load_model(tmp_path / "theirs")
+    save_model(model, tmp_path / "ours", like=tmp_path / "theirs")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    assert sum(".experts." in name for name in after) >= 2
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name].mT if ".experts." in name else before[name]), name
+    again = dict(load_model(tmp_path / "ours").named_parameters())
+    assert all(torch.equal(again[name], parameter) for name, parameter in model.named_parameters())
+    read = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager", experts_implementation="eager")
+    assert all(torch.equal(x, y) for x, y in zip(read.parameters(), theirs.parameters(), strict=True))
+
+
+def test_the_published_config_gives_the_parameter_count() -> None:
+    """Qwen3-VL-30B-A3B, whose decoder is as large as Qwen3-30B-A3B."""
+    text = {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5_000_000,
+        "vocab_size": 151936,
+    }
+    vision = {"deepstack_visual_indexes": [8, 16, 24], "out_hidden_size": 2048, "model_type": "qwen3_vl_moe"}
+    config = {"model_type": "qwen3_vl_moe", "image_token_id": 151655, "text_config": text, "vision_config": vision}
+    shapes = adapter_of(CONFIG_MAPPING["qwen3_vl_moe"](**config)).native_shapes
+    decoder = sum(torch.Size(shape).numel() for name, shape in shapes.items() if not name.startswith("visual."))
+    assert decoder == 30_532_122_624
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moe_intermediate_size": 12}, "moe_intermediate_size is 12 with hidden_size 24; expected expert matrices"),
+        ({"norm_topk_prob": False}, "'norm_topk_prob' is False; archon supports only True"),
+        ({"shared_expert_intermediate_size": 8}, "'shared_expert_intermediate_size' is 8; archon does not know"),
+    ],
+)
+def test_experts_that_are_not_computed_are_refused(change: dict[str, Any], message: str) -> None:
+    fields = random_fields(0, "qwen3_vl_moe")
+    fields["text_config"] |= {"hidden_size": 24} | change
+    fields["vision_config"] |= {"out_hidden_size": 24}
+    with pytest.raises(ConfigError, match=message):
+        get_model_spec("qwen3_vl_moe").model_args_class.from_hf_config(fields)
 
 
 @of_each_family
@@ -390,6 +459,7 @@ OF_FAMILIES = {
         )
     ],
 }
+OF_FAMILIES["qwen3_vl_moe"] = OF_FAMILIES["qwen3_vl"]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": DENSE | {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}},
 }
+TEXTS["qwen3_vl_moe"] = TEXTS["qwen3_vl"] | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 VISION: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 16,
@@ -65,6 +66,7 @@ VISION: dict[str, Any] = {
 FAMILY_VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": {},
     "qwen3_vl": {"depth": 3, "deepstack_visual_indexes": [0, 1]},
+    "qwen3_vl_moe": {"depth": 3, "deepstack_visual_indexes": [0, 1]},
 }
 
 

@@ -153,6 +153,11 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
     },
     # Gradients of keys cancel without a window: at 0.13, float32 and float64 differ by 1.5e-5.
     "qwen3_vl_text": {"initializer_range": _pick(0.2)},
+    "qwen3_vl_moe_text": {
+        "initializer_range": _pick(0.2),
+        # No square expert matrices, see `Qwen3VLMoeTextModelArgs`.
+        "moe_intermediate_size": lambda rng, config, names: rng.choice([8, 20 if config["hidden_size"] != 40 else 28]),
+    },
     "qwen3_moe": {"layer_types": _pick(OMIT), "max_window_layers": _pick(OMIT)},
     "qwen3_5_moe_text": {"intermediate_size": _pick(OMIT)},  # not declared by the config class
 }
@@ -165,7 +170,10 @@ VISION: dict[str, Any] = {
     "patch_size": 2,
     "num_position_embeddings": 4,
 }
-FAMILY_VISION: dict[str, dict[str, Any]] = {"qwen3_vl": {"deepstack_visual_indexes": [0]}}
+FAMILY_VISION: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
+}
 # Encoders of other configs, which archon does not compute.
 PASSTHROUGH_VISION: dict[str, dict[str, Any]] = {
     "gemma3": {

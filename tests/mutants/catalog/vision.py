@@ -88,6 +88,13 @@ MUTANTS: tuple[Mutant, ...] = (
         parity(2, 3, family="qwen3_vl"),
     ),
     Mutant(
+        "the gate and the up projection of stacked experts change places",
+        "models/qwen3_vl_moe.py",
+        'Fused((f"{_EXPERTS}w1", f"{_EXPERTS}w3")',
+        'Fused((f"{_EXPERTS}w3", f"{_EXPERTS}w1")',
+        parity(2, 3, family="qwen3_vl_moe"),
+    ),
+    Mutant(
         "layers that are given features may be on any stage of a pipeline",
         "models/vision/language_model.py",
         "deepstack_layers=len(self.vision.deepstack)",

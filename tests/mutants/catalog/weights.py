@@ -107,4 +107,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "            if False:\n",
         ("tests/models/test_composite_names.py::test_a_soft_cap_that_a_composite_model_does_not_apply_is_refused",),
     ),
+    Mutant(
+        "stacked experts of a composite checkpoint are always as released",
+        "models/hf/composite.py",
+        "return adapter.stacked if tuple(tensors[key].shape)",
+        "return adapter if tuple(tensors[key].shape)",
+        ("tests/models/test_vision.py::test_experts_are_exported_as_released_and_read_in_both_orientations",),
+    ),
+    Mutant(
+        "stacked experts of a composite checkpoint are exported as transformers 5 writes them",
+        "models/qwen3_vl_moe.py",
+        'Fused((f"{_EXPERTS}w2",), transposed=True)',
+        'f"{_EXPERTS}w2"',
+        ("tests/models/test_vision.py::test_experts_are_exported_as_released_and_read_in_both_orientations",),
+    ),
+    Mutant(
+        "expert matrices may be square, so that no shape shows their orientation",
+        "models/qwen3_vl_moe.py",
+        "is_square = self.dim in (self.moe_hidden_dim, 2 * self.moe_hidden_dim)",
+        "is_square = self.dim == self.moe_hidden_dim",
+        ("tests/models/test_vision.py::test_experts_that_are_not_computed_are_refused",),
+    ),
 )
