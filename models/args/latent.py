@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -84,9 +85,12 @@ class LatentModelArgs(GroupRoutedArgs):
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
         """See `BaseModelArgs.from_hf_config`; `head_dim` and `qk_head_dim` must match the other widths."""
-        config = as_dict(hf_config)
-        config.pop("auto_map", None)  # names the published code, which this family implements
-        widths = {name: config.pop(name) for name in ("head_dim", "qk_head_dim") if config.get(name) is not None}
+        config = text = as_dict(hf_config)
+        if isinstance(config.get("text_config"), Mapping):
+            config["text_config"] = text = dict(config["text_config"])
+        for part in (config, text):
+            part.pop("auto_map", None)  # names the published code, which this family implements
+        widths = {name: text.pop(name) for name in ("head_dim", "qk_head_dim") if text.get(name) is not None}
         args = super().from_hf_config(config, is_critic, **kwargs)
         for name, expected in (("head_dim", args.rotary_dim), ("qk_head_dim", args.head_dim)):
             if widths.get(name, expected) != expected:

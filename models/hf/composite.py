@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from archon.models.hf.fused_tensors import Fused
-from archon.models.hf.names import HFMap, replace_prefix, transformers_map
+from archon.models.hf.names import HFMap, rename_prefix, replace_prefix, transformers_map
 from archon.models.hf.state_dict import WITHOUT_HEAD, BaseStateDictAdapter
 
 DECODER = "model.language_model."
@@ -38,7 +38,8 @@ class CompositeStateDictAdapter(BaseStateDictAdapter):
         if not self.args.is_composite:
             return
         in_memory = self._with_map({**replace_prefix(self.from_hf_map, "model.", DECODER), **self.encoder_map})
-        in_memory.passthrough = self.passthrough + self.encoders
+        layers = {"model.layers.": f"{DECODER}layers."}  # further layers for multi-token prediction
+        in_memory.passthrough = tuple(rename_prefix(x, layers) for x in self.passthrough) + self.encoders
         first, *others = (in_memory.renamed(names) for names in self.composite_names)
         self.from_hf_map, self.passthrough = first.from_hf_map, first.passthrough  # type: ignore[misc]
         self.__dict__["namings"] = (self, *others)

@@ -94,9 +94,8 @@ def read_quantization(value: Any) -> Quantization | None:
             reject_field(f"{FIELD}.{name}", option, f"expected {expected}")
     kept = [name for field in ("modules_to_not_convert", "ignored_layers") for name in value.get(field) or ()]
     if method == "compressed-tensors":
-        return Quantization(
-            method, (1, _group_size(value.get("config_groups"))), tuple(map(_kept, value.get("ignore") or ()))
-        )
+        names = tuple(name for entry in value.get("ignore") or () for name in _kept(entry))
+        return Quantization(method, (1, _group_size(value.get("config_groups"))), names)
     block = value.get("weight_block_size", (128, 128)) if method == "fp8" else (1, 32)
     return Quantization(method, WHOLE if block is None else tuple(block), tuple(kept))
 
@@ -118,14 +117,20 @@ def _group_size(groups: Any) -> int:
     return size
 
 
-def _kept(name: str) -> str:
-    """Return a name of `ignore` as in `Quantization.kept`; an expression may only have `.*` and escaped dots."""
+def _kept(name: str) -> list[str]:
+    """Return the names of an entry of `ignore` as in `Quantization.kept`.
+
+    An expression may only have `.*`, escaped dots, and one choice of names, as Kimi K2's `(gate|up)_proj`.
+    """
     if not name.startswith("re:"):
-        return name
+        return [name]
     text = name.removeprefix("re:").replace(".*", "*").replace("\\.", ".")
-    if re.search(r"[][(){}?+|^$\\]", text):
-        reject_field(f"{FIELD}.ignore", name, "archon reads module names, and expressions that only have .*")
-    return text
+    choice = re.fullmatch(r"([^()]*)\((\w+(?:\|\w+)*)\)([^()]*)", text)
+    names = [f"{choice[1]}{part}{choice[3]}" for part in choice[2].split("|")] if choice else [text]
+    if re.search(r"[][(){}?+|^$\\]", names[0]):
+        expected = "archon reads module names, and expressions that only have .* and one choice of names"
+        reject_field(f"{FIELD}.ignore", name, expected)
+    return names
 
 
 def _is_one_of(*values: Any) -> tuple[str, Callable[[Any], bool]]:

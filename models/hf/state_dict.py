@@ -241,13 +241,14 @@ class BaseStateDictAdapter:
     def for_keys(self, tensors: Mapping[str, Any]) -> BaseStateDictAdapter:
         """Return the adapter for these tensors by name: the one of `namings` that has their token embedding.
 
-        Checkpoints with stacked experts, such as Qwen3.5's, and in-memory models need its `stacked`. The values have a
-        `shape`.
+        Of several, it is the one that knows most of the names. Checkpoints with stacked experts, such as Qwen3.5's, and
+        in-memory models need its `stacked`. The values have a `shape`.
         """
         if self.overrides:
             return self
         keys = {*tensors}
-        adapter = next((a for a in self.namings if a.to_hf_map.get("tok_embeddings.weight") in keys), self)
+        known = [a for a in self.namings if a.to_hf_map.get("tok_embeddings.weight") in keys]
+        adapter = known[0] if len(known) == 1 else max(known, key=lambda a: len(a._targets.keys() & keys), default=self)
         stacked = [_matcher(hf) for hf in transformers_map(adapter.from_hf_map).keys() - adapter.from_hf_map.keys()]
         return adapter.stacked if any(name.fullmatch(key) for name in stacked for key in keys) else adapter
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -358,7 +359,12 @@ INT4 = {
     "format": "pack-quantized",
     "quantization_status": "compressed",
     "kv_cache_scheme": None,
-    "ignore": ["lm_head", "re:.*self_attn.*"],
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
     "config_groups": {
         "group_0": {
             "input_activations": None,
@@ -370,23 +376,30 @@ INT4 = {
 }
 
 
-def int4_checkpoint(
-    folder: Path, edit: Callable[[dict[str, Tensor]], object] = lambda state: None
-) -> tuple[Path, Tensor]:
-    """A checkpoint with one packed matrix, and what it stands for."""
-    config = config_with(hidden_size=64, intermediate_size=96) | {"quantization_config": INT4}
-    state, key = random_weights(config), "model.layers.0.mlp.down_proj.weight"
-    rows, columns = state.pop(key).shape
+def int4(shape: torch.Size) -> tuple[dict[str, Tensor], Tensor]:
+    """A packed matrix of random values, as tensors by the ends of their names, and what it stands for."""
+    rows, columns = shape
     values = torch.randint(-8, 8, (rows, columns), generator=GENERATOR)
     scales = torch.rand(rows, columns // 32, generator=GENERATOR).bfloat16()
     packed_values = torch.zeros(rows, columns // 8, dtype=torch.int64)
     for place in range(8):  # the first value is in the lowest bits
         packed_values |= (values[:, place::8] + 8) << 4 * place
     packed_values = torch.where(packed_values >= 2**31, packed_values - 2**32, packed_values).to(torch.int32)
-    shape = torch.tensor([rows, columns], dtype=torch.int32)
-    state |= {f"{key}_packed": packed_values, f"{key}_scale": scales, f"{key}_shape": shape}
+    sizes = torch.tensor([rows, columns], dtype=torch.int32)
+    tensors = {"_packed": packed_values, "_scale": scales, "_shape": sizes}
+    return tensors, values * scales.float().repeat_interleave(32, dim=1)
+
+
+def int4_checkpoint(
+    folder: Path, edit: Callable[[dict[str, Tensor]], object] = lambda state: None
+) -> tuple[Path, Tensor]:
+    """A checkpoint with one packed matrix, and what it stands for."""
+    config = config_with(hidden_size=64, intermediate_size=96) | {"quantization_config": INT4 | {"ignore": ["lm_head"]}}
+    state, key = random_weights(config), "model.layers.0.mlp.down_proj.weight"
+    tensors, expected = int4(state.pop(key).shape)
+    state |= {f"{key}{end}": tensor for end, tensor in tensors.items()}
     edit(state)
-    return write_checkpoint(folder, config, state), values * scales.float().repeat_interleave(32, dim=1)
+    return write_checkpoint(folder, config, state), expected
 
 
 def test_4_bit_integers_are_dequantized_and_exported_as_weights(tmp_path: Path) -> None:
@@ -399,7 +412,8 @@ def test_4_bit_integers_are_dequantized_and_exported_as_weights(tmp_path: Path) 
     )
     with HFCheckpoint(folder) as checkpoint:
         key = "model.layers.0.mlp.down_proj.weight"
-        stored = stored_tensors(checkpoint.entries, checkpoint.files, read_quantization(INT4), {key})
+        quantization = read_quantization(INT4 | {"ignore": None})
+        stored = stored_tensors(checkpoint.entries, checkpoint.files, quantization, {key})
         region = (slice(5, 23), slice(11, 70))
         assert torch.equal(read(checkpoint, stored[key], region, torch.float32), expected[region])
 
@@ -441,6 +455,45 @@ def test_other_integers_are_refused(change: dict[str, Any], match: str) -> None:
         read_quantization(INT4 | {"config_groups": {"group_0": group}})
 
 
-def test_an_ignored_expression_that_is_more_than_a_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ignore' is 're:a\|b'; archon reads module names"):
-        read_quantization(INT4 | {"ignore": ["re:a|b"]})
+@pytest.mark.parametrize("name", ["re:a|b", "re:(a|b)_(c|d)", "re:(a|.)", "re:(a", "re:[ab]", "re:a(b|c)?"])
+def test_an_ignored_expression_that_is_more_than_a_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"ignore' is {re.escape(repr(name))}; archon reads module names"):
+        read_quantization(INT4 | {"ignore": [name]})
+
+
+def test_the_ignored_names_of_kimi_k2_leave_the_experts_alone_in_4_bits() -> None:
+    quantization = read_quantization(INT4)
+    assert quantization is not None
+    layer = "language_model.model.layers.0"
+    for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.shared_experts.up_proj", "self_attn.o_proj"):
+        assert quantization.is_unquantized(f"{layer}.{name}.weight"), name
+    for name in ("mlp.experts.11.gate_proj", "mlp.experts.0.down_proj", "mlp.gate"):
+        assert not quantization.is_unquantized(f"{layer}.{name}.weight"), name
+
+
+def test_experts_of_4_bits_in_a_composite_checkpoint_are_read_and_exported_as_weights(tmp_path: Path) -> None:
+    """As Kimi K2.5: the quantization is in the config of the text part, and the encoder is bfloat16."""
+    folder = tmp_path / "kimi"
+    text = {"hidden_size": 32, "moe_intermediate_size": 64, "vocab_size": 37, "first_k_dense_replace": 1}
+    theirs = hf_model(random_config(0, "kimi_k25", tie_word_embeddings=False, **text)).bfloat16()
+    theirs.save_pretrained(folder)
+    written = load_file(folder / "model.safetensors")
+    state, expected = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in written.items():
+        if ".experts." not in name:
+            state[name] = tensor
+            continue
+        packed_expert, expected[name] = int4(tensor.shape)
+        state |= {f"{name}{end}": part for end, part in packed_expert.items()}
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["quantization_config"] = INT4
+    write_checkpoint(tmp_path / "int4", config, state)
+    model = archon.load_model(tmp_path / "int4", text_only=True, dtype=torch.float32)
+    archon.save_model(model, tmp_path / "out", like=tmp_path / "int4")
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert len(out) == len(written) and len(expected) >= 12
+    for name, tensor in expected.items():
+        assert torch.equal(out[name.replace(".blocks.", ".layers.")], tensor), name
+    kept = [name for name in written if name.startswith("vision_tower.")]
+    assert len(kept) >= 10 and all(torch.equal(out[name], written[name]) for name in kept)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]

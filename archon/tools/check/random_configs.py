@@ -132,6 +132,7 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
     # Norms of small outputs magnify rounding: at 0.13, float32 and float64 of transformers differ by 4e-5.
     "olmo3": {"initializer_range": _pick(0.3)},
     "olmo2": {"initializer_range": _pick(0.3)},
+    "kimi_k25": {"q_lora_rank": _pick(16)},  # without it, transformers 5.24 writes `self_attn.q_proj` as `self_wqkv`
     "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {
         # The gradient of a single sink may cancel.
@@ -183,6 +184,15 @@ PASSTHROUGH_VISION: dict[str, dict[str, Any]] = {
         "num_attention_heads": 1,
         "patch_size": 2,
         "image_size": 4,
+    },
+    "kimi_k25": {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "patch_size": 2,
+        "pos_emb_height": 2,
+        "pos_emb_width": 2,
     },
     "mistral3": {
         "model_type": "pixtral",

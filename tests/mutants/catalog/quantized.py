@@ -91,4 +91,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "if",
         ("tests/checkpoint/test_quantized.py::test_a_defect_of_4_bit_integers_is_named",),
     ),
+    Mutant(
+        "of a choice of ignored names only the first is unquantized",
+        "models/hf/quantization.py",
+        'for part in choice[2].split("|")]',
+        'for part in choice[2].split("|")[:1]]',
+        ("tests/checkpoint/test_quantized.py::test_the_ignored_names_of_kimi_k2_leave_the_experts_alone_in_4_bits",),
+    ),
 )

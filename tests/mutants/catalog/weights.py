@@ -108,6 +108,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/models/test_composite_names.py::test_a_soft_cap_that_a_composite_model_does_not_apply_is_refused",),
     ),
     Mutant(
+        "of two namings with the same embedding the first is taken, whatever names the layers have",
+        "models/hf/state_dict.py",
+        "max(known, key=lambda a: len(a._targets.keys() & keys), default=self)",
+        "next(iter(known), self)",
+        ("tests/models/test_composite_names.py::test_kimi_files_of_transformers_are_read_and_exported_as_released",),
+    ),
+    Mutant(
+        "widths of latent heads are looked for next to the text part alone",
+        "models/args/latent.py",
+        'config["text_config"] = text = dict(config["text_config"])',
+        'config["text_config"] = dict(config["text_config"])',
+        ("tests/models/test_composite_names.py::test_published_composite_configs_give_the_decoders_parameter_count",),
+    ),
+    Mutant(
         "stacked experts of a composite checkpoint are always as released",
         "models/hf/composite.py",
         "return adapter.stacked if tuple(tensors[key].shape)",
