@@ -56,6 +56,7 @@ FAMILIES = (
     "olmoe",
     "phi3",
     "qwen2",
+    "qwen2_5_vl",
     "qwen2_moe",
     "qwen3",
     "qwen3_5_moe_text",

@@ -70,9 +70,19 @@ VISION_MODELS: dict[str, dict[str, Any]] = {
         "vision_config": SMALL_VISION["vision_config"] | {"depth": 2, "deepstack_visual_indexes": [0, 1]},
     },
 }
+_QWEN3_VL = VISION_MODELS["qwen3_vl"]
+VISION_MODELS["qwen2_5_vl"] = SMALL_VISION | {
+    "text_config": {name: value for name, value in _QWEN3_VL["text_config"].items() if name != "head_dim"}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]}},
+    "vision_config": {
+        name: value for name, value in SMALL_VISION["vision_config"].items() if name != "num_position_embeddings"
+    }
+    | {"depth": 2, "window_size": 32, "fullatt_block_indexes": [1]},
+}
 RECIPE = TokenizerRecipe(alphabet="abcdefghijklmnopqrstuvwxyz0123456789 ?\n", images=True)
 # With the tags of tool responses, which transformers' own tokenizer of Qwen3.5 leaves out where it does not know them.
-RECIPES = {"qwen3_5": RECIPE, "qwen3_vl": RECIPE.model_copy(update={"alphabet": RECIPE.alphabet + "</_>"})}
+_TAGGED = RECIPE.model_copy(update={"alphabet": RECIPE.alphabet + "</_>"})
+RECIPES = {"qwen2_5_vl": _TAGGED, "qwen3_5": RECIPE, "qwen3_vl": _TAGGED}
 
 
 def write_vision_model(folder: Path, model_type: str = "qwen3_5") -> Path:

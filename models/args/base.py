@@ -345,4 +345,5 @@ class BaseModelArgs:
         text_type = cls.composite_types.get(model_type) if isinstance(model_type, str) else None
         if text_type is None:
             return config, {}
+        config = cls.hf_composite.nested(config)
         return cls.hf_composite.text_config(config, (text_type, *cls.text_readers)), {"is_composite": True}

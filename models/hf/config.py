@@ -179,6 +179,7 @@ class CompositePolicy:
         ignored: Top-level fields without effect on the decoder: the encoders' configs and placeholder tokens.
         ties: Default of `tie_word_embeddings`.
         unset: Fields of the text config that only a decoder alone may have: transformers' composite model ignores them.
+        may_be_flat: Published configs have the decoder's fields at the top level, and the text config may tie too.
     """
 
     ignored: tuple[str, ...] = (
@@ -190,6 +191,19 @@ class CompositePolicy:
     )
     ties: bool = False
     unset: tuple[str, ...] = ()
+    may_be_flat: bool = False
+
+    def nested(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config with the decoder's fields in `text_config`, and `tie_word_embeddings` at the top level."""
+        if not self.may_be_flat:
+            return {**config}
+        tied, outer = "tie_word_embeddings", {"model_type", "tie_word_embeddings", QUANTIZATION_FIELD, *self.ignored}
+        if config.get("text_config") is None:
+            text = {name: value for name, value in config.items() if name not in {*outer, "text_config"}}
+            config = {name: value for name, value in config.items() if name in outer} | {"text_config": text}
+        text = config["text_config"]
+        ties = isinstance(text, Mapping) and not config.get(tied) and text.get(tied)
+        return {**config, tied: ties} if ties else {**config}
 
     def text_config(self, config: Mapping[str, Any], text_types: Sequence[str]) -> dict[str, Any]:
         """Return the text-decoder config of a composite model; `text_types` are the model types that it may have."""

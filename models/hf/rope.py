@@ -57,6 +57,7 @@ class RopePolicy:
     Attributes:
         theta: Default base of the frequencies.
         kinds: Supported RoPE types; None for all.
+        aliases: Further names of RoPE types.
         original_length: Default of the top-level `original_max_position_embeddings`; None means the context length.
         parameters: Default `rope_parameters`.
         local_theta: Default base of sliding layers in families with `rope_parameters` per kind of layer; None for
@@ -73,6 +74,7 @@ class RopePolicy:
 
     theta: float = 10_000.0
     kinds: tuple[str, ...] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
     original_length: int | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     local_theta: float | None = None
@@ -185,6 +187,7 @@ class _Rope:
         self.policy, self.config, self.source = policy, config, source
         remaining = {name: value for name, value in parameters.items() if name not in policy.ignored}
         kinds = [remaining.pop(key) for key in ("rope_type", "type") if key in remaining] or ["default"]
+        kinds = [policy.aliases.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
         kind, known = kinds[0], _REQUIRED if policy.kinds is None else policy.kinds
         if kind != kinds[-1] or not isinstance(kind, str) or kind not in known:
             reject_field(f"{source}.rope_type", kind, f"expected one of {', '.join(known)}, set once")

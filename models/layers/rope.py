@@ -87,6 +87,8 @@ class RopeSpec:
             (Llama 4, Ministral 3); None for none.
         sections: counts of frequencies that use the time, row and column of an image patch, interleaved (M-RoPE, Qwen
             2025, arXiv:2511.21631); None for positions with one coordinate.
+        consecutive_sections: the frequencies of the time come first, then those of the row, then those of the column
+            (Qwen2-VL: Wang et al. 2024, arXiv:2409.12191).
         rounds_once: in a narrow dtype keep cos and sin wide, and round only the rotated features.
     """
 
@@ -99,10 +101,13 @@ class RopeSpec:
     query_period: int | None = None
     rounds_once: bool = False
     sections: tuple[int, int, int] | None = None
+    consecutive_sections: bool = False
 
     @property
     def axes(self) -> tuple[int, ...]:
         """Coordinate of each of the dim / 2 frequencies: 0 for time, 1 for the row, 2 for the column."""
+        if self.sections and self.consecutive_sections:
+            return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
         axes = [0] * (self.dim // 2)
         for axis in (1, 2):
             for frequency in range(axis, min(3 * self.sections[axis], len(axes)) if self.sections else 0, 3):

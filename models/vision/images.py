@@ -246,3 +246,20 @@ def patch_coordinates(grids: Sequence[Grid], merge_size: int) -> Tensor:
         squares = grid.view(2, height // merge_size, merge_size, width // merge_size, merge_size)
         coordinates.append(squares.transpose(2, 3).reshape(2, -1))
     return torch.cat(coordinates, dim=1)
+
+
+def window_order(grids: Sequence[Grid], merge_size: int, window: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the decoder rows int64 [M] of images sorted by window, and the number of patches of each window.
+
+    A window has at most window x window decoder rows; the last ones of an image are smaller. Windows, and the rows of a
+    window, are in row-major order.
+    """
+    order, lengths, start = list[Tensor](), list[int](), 0
+    for height, width in grids:
+        rows, columns = height // merge_size, width // merge_size
+        numbers = torch.arange(start, start + rows * columns).view(rows, columns)
+        parts = [part.flatten() for strip in numbers.split(window) for part in strip.split(window, dim=1)]
+        order += parts
+        lengths += [len(part) * merge_size**2 for part in parts]
+        start += rows * columns
+    return torch.cat(order), tuple(lengths)

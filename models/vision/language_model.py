@@ -34,17 +34,19 @@ _VISION_MODULES = {
     "deepstack_merger_list.{}.linear_fc1": "deepstack_mergers.{}.feed_forward.w1",
     "deepstack_merger_list.{}.linear_fc2": "deepstack_mergers.{}.feed_forward.w2",
 }
-VISION_HF_MAP: dict[str, str | Fused | None] = {
-    "model.visual.pos_embed.weight": "visual.position_grid.weight",
-    **{
-        f"model.visual.{hf}.{part}": f"visual.{native}.{part}"
-        for hf, native in _VISION_MODULES.items()
-        for part in ("weight", "bias")
-    },
-}
 
-# Config fields of the vision encoder.
-_VISION_FIELDS = {
+
+def vision_map(
+    modules: Mapping[str, str], parts: tuple[str, ...] = ("weight", "bias")
+) -> dict[str, str | Fused | None]:
+    """Return the names of an encoder's parameters from the names of its modules."""
+    return {f"model.visual.{hf}.{part}": f"visual.{ours}.{part}" for hf, ours in modules.items() for part in parts}
+
+
+VISION_HF_MAP = vision_map(_VISION_MODULES) | vision_map({"pos_embed": "position_grid"}, ("weight",))
+
+# Config fields of all vision encoders, with the defaults of Qwen3-VL and Qwen3.5, and the field that only theirs have.
+COMMON_VISION_FIELDS = {
     "depth": Field("depth", int, 27, maximum=MAX_LAYERS),
     "hidden_size": Field("dim", int, 1152),
     "intermediate_size": Field("hidden_dim", int, 4304),
@@ -55,9 +57,9 @@ _VISION_FIELDS = {
     "temporal_patch_size": Field("temporal_patch_size", int, 2),
     "spatial_merge_size": Field("merge_size", int, 2),
     "out_hidden_size": Field("out_dim", int, 3584),
-    "num_position_embeddings": Field("n_positions", int, 2304),
     "initializer_range": Field("initializer_range", float, 0.02),
 }
+_VISION_FIELDS = COMMON_VISION_FIELDS | {"num_position_embeddings": Field("n_positions", int, 2304)}
 _DEEPSTACK = "deepstack_visual_indexes"
 
 
@@ -67,14 +69,19 @@ def _read_vision_config(config: Any, deepstack: tuple[int, ...] | None) -> Visio
     `deepstack` is the default of `VisionSpec.deepstack`; None for families without it.
     """
     fields = _VISION_FIELDS | ({} if deepstack is None else {_DEEPSTACK: Field("deepstack", list, deepstack)})
-    fixed_values = FIXED_VALUES | ({_DEEPSTACK: []} if deepstack is None else {})
+    values = read_vision_fields(config, fields, {_DEEPSTACK: []} if deepstack is None else {})
+    values["deepstack"] = tuple(values.get("deepstack", ()))
+    return VisionSpec(**values)
+
+
+def read_vision_fields(config: Any, fields: Mapping[str, Field], fixed_values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `VisionSpec` from the `fields` of a `vision_config`, and `rope_theta`."""
     config = {} if config is None else config
     if not isinstance(config, Mapping):
         reject_field("vision_config", config, "expected a dictionary or null")
-    check_fields(config, {*fields, "rope_parameters"}, fixed_values, "vision_config.")
+    check_fields(config, {*fields, "rope_parameters"}, {**FIXED_VALUES, **fixed_values}, "vision_config.")
     values = {field.native: read_field(config, name, field) for name, field in fields.items()}
-    values["deepstack"] = tuple(values.get("deepstack", ()))
-    return VisionSpec(**values, rope_theta=_read_theta(config.get("rope_parameters")))
+    return values | {"rope_theta": _read_theta(config.get("rope_parameters"))}
 
 
 def _read_theta(parameters: Any) -> float:
@@ -101,6 +108,7 @@ class VisionLanguageModelArgs(BaseModelArgs):
         image_token_id: Placeholder token of a merged patch.
         mrope_section: See `RopeSpec.sections`.
         hf_deepstack: Default of `VisionSpec.deepstack`; None for families without it.
+        mrope_interleaved: See `RopeSpec.sections` and `RopeSpec.consecutive_sections`.
     """
 
     vision: VisionSpec = field(default_factory=VisionSpec)
@@ -108,6 +116,7 @@ class VisionLanguageModelArgs(BaseModelArgs):
     mrope_section: tuple[int, int, int] = (0, 0, 0)
 
     hf_deepstack: ClassVar[tuple[int, ...] | None] = None
+    mrope_interleaved: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,6 +125,9 @@ class VisionLanguageModelArgs(BaseModelArgs):
         require(out_dim == self.dim, f"{problem}; expected the decoder's hidden_size {self.dim}")
         problem = f"deepstack_visual_indexes is {deepstack}, one entry per decoder layer from the first"
         require(len(deepstack) <= self.n_layers, f"{problem}; expected at most {self.n_layers}")
+        pairs, sections = self.rotary_dim // 2, [*self.mrope_section]
+        problem = f"mrope_section is {sections}, consecutive counts of frequencies"
+        require(self.mrope_interleaved or sum(sections) == pairs, f"{problem}; expected {pairs} in total")
         problem = f"RoPE of type {kind!r} depends on the document length, which image positions do not define"
         require(not self.rope_scaling.depends_on_length, f"{problem}; expected another type")
 
@@ -139,7 +151,9 @@ class VisionLanguageModelArgs(BaseModelArgs):
     def rope(self, layer: int) -> RopeSpec | None:
         """See `BaseModelArgs.rope`."""
         rope = super().rope(layer)
-        return None if rope is None else replace(rope, sections=self.mrope_section)
+        if rope is None:
+            return None
+        return replace(rope, sections=self.mrope_section, consecutive_sections=not self.mrope_interleaved)
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -147,8 +161,9 @@ class VisionLanguageModelArgs(BaseModelArgs):
         if config.get("model_type") not in cls.composite_types:
             expected = f"expected {' or '.join(cls.composite_types)}, a model with a vision encoder"
             reject_field("model_type", config.get("model_type"), expected)
+        config = cls.hf_composite.nested(config)
         extra = {
-            "vision": _read_vision_config(config.get("vision_config"), cls.hf_deepstack),
+            "vision": cls.read_vision(config.get("vision_config")),
             "image_token_id": read_field(config, "image_token_id", Field("", int, cls.image_token_id, minimum=0)),
             "mrope_section": cls._read_sections(config.get("text_config")),
         }
@@ -156,13 +171,20 @@ class VisionLanguageModelArgs(BaseModelArgs):
         return text, extra | decoder_extra
 
     @classmethod
+    def read_vision(cls, config: Any) -> VisionSpec:
+        """Read a `vision_config`; families with another encoder override this."""
+        return _read_vision_config(config, cls.hf_deepstack)
+
+    @classmethod
     def _read_sections(cls, text: Any) -> tuple[int, int, int]:
         text = text if isinstance(text, Mapping) else {}
         parameters = text.get("rope_scaling") or text.get("rope_parameters") or {}
         if not isinstance(parameters, Mapping):
             return cls.mrope_section  # reading the decoder's fields rejects it
-        if parameters.get("mrope_interleaved", True) is not True:
-            reject_field("mrope_interleaved", parameters["mrope_interleaved"], "archon supports only true")
+        interleaved = cls.mrope_interleaved
+        if parameters.get("mrope_interleaved", interleaved) is not interleaved:
+            expected = f"archon supports only {str(interleaved).lower()}"
+            reject_field("mrope_interleaved", parameters["mrope_interleaved"], expected)
         sections = parameters.get("mrope_section", cls.mrope_section)
         is_list = isinstance(sections, list | tuple) and len(sections) == 3
         if not is_list or any(type(size) is not int or size < 0 for size in sections):

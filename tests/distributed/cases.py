@@ -261,6 +261,21 @@ MODELS["deepstack"] = MODELS["seeing"] | {
     },
     "vision_config": MODELS["seeing"]["vision_config"] | {"depth": 3, "deepstack_visual_indexes": [0, 2]},
 }
+# An encoder whose blocks attend within windows; sections of positions one after the other.
+MODELS["windowed"] = MODELS["deepstack"] | {
+    "model_type": "qwen2_5_vl",
+    "text_config": {name: x for name, x in MODELS["deepstack"]["text_config"].items() if name != "head_dim"}
+    | {
+        "num_hidden_layers": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1]},
+    },
+    "vision_config": {
+        name: x
+        for name, x in MODELS["deepstack"]["vision_config"].items()
+        if name not in ("num_position_embeddings", "deepstack_visual_indexes")
+    }
+    | {"window_size": 4, "fullatt_block_indexes": [1]},
+}
 MODELS["deepstack_moe"] = MODELS["deepstack"] | {
     "model_type": "qwen3_vl_moe",
     "text_config": MODELS["deepstack"]["text_config"]

@@ -87,6 +87,7 @@ def test_another_familys_config_is_refused(name: str) -> None:
 # The defaults of GLM-4.5 give 42 features to a head, of which half is odd; those of Qwen3-VL's tower another width.
 NEEDED: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
+    "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},
     "qwen3_vl_moe": {"vision_config": {"out_hidden_size": 2048}},
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from archon.checkpoint.hf_io import load_model, save_model
 from archon.models import get_model_spec
 from archon.models.attention.meta import PackedAttention
 from archon.models.base import ModelInputs
+from archon.models.vision.encoder import VisionEncoder, VisionSpec
 from archon.models.vision.images import Grid, PackedImages, multimodal_positions
 from archon.models.vision.language_model import VisionLanguageModel, VisionLanguageModelArgs
 from archon.schema.errors import BatchError, ConfigError
@@ -25,7 +27,7 @@ from archon.tools.check.oracle import randomize_vectors, relative_error
 from tests.tolerances import PARITY_FP32, REORDER_FP64
 
 IMAGE, VOCAB = 60, 61
-TYPES = ("qwen3_5", "qwen3_vl", "qwen3_vl_moe")
+TYPES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 24))]
 
 of_each_family = pytest.mark.parametrize("model_type", TYPES)
@@ -72,7 +74,23 @@ def random_fields(seed: int, model_type: str) -> dict[str, Any]:
         "initializer_range": 0.2,
         "rope_parameters": {"rope_type": "axial", "rope_theta": rng.choice([100.0, 1e4])},
     }
-    if model_type == "qwen3_5":
+    if model_type == "qwen2_5_vl":
+        # Heads of width / heads features, consecutive sections, and windows of 1 to 3 decoder rows in some blocks.
+        own = random.Random(f"windows {seed}")
+        heads = own.choice([2, 4])
+        text |= {"hidden_size": 32, "num_attention_heads": heads, "num_key_value_heads": own.choice([1, 2])}
+        del text["head_dim"]
+        pairs = 32 // heads // 2
+        row, column = own.randint(0, pairs // 3), own.randint(0, pairs // 3)
+        del text["rope_parameters"]["mrope_interleaved"]
+        text["rope_parameters"]["mrope_section"] = [pairs - row - column, row, column]
+        depth = own.choice([1, 2, 3])
+        vision |= {"depth": depth, "fullatt_block_indexes": own.sample(range(depth), own.randint(0, depth))}
+        vision |= {"hidden_size": 8 * vision_heads, "out_hidden_size": 32}
+        row_pixels = vision["patch_size"] * vision["spatial_merge_size"]
+        vision["window_size"] = own.choice([1, 2, 3]) * row_pixels + own.choice([0, row_pixels - 1])
+        del vision["num_position_embeddings"]
+    elif model_type == "qwen3_5":
         text["layer_types"] = rng.choice([["full_attention"] * 2, ["linear_attention", "full_attention"]])
         text |= {f"linear_num_{kind}_heads": count for kind, count in (("value", 4), ("key", 2))}
         text |= {f"linear_{kind}_head_dim": 8 for kind in ("value", "key")}
@@ -208,8 +226,9 @@ def test_a_batch_without_any_image_equals_transformers_and_leaves_the_tower_alon
     (expected * weight).sum().backward()
     assert relative_error(logits, expected) <= PARITY_FP32
     grads = {name: p.grad for name, p in theirs.named_parameters() if "visual" not in name}
+    adapter = adapter_of(theirs.config).for_keys(grads)
     for hf_name, grad in grads.items():
-        for target in adapter_of(theirs.config).hf_to_native(hf_name):
+        for target in adapter.hf_to_native(hf_name):
             if not target.must_equal and target.placement is None:
                 assert relative_error(ours.get_parameter(target.name).grad, grad) <= PARITY_FP32, hf_name
     assert all(parameter.grad is None for parameter in ours.visual.parameters())
@@ -346,7 +365,8 @@ def test_a_composite_checkpoint_is_read_whole_and_exported_bitwise(model_type: s
     theirs, _ = build(random_fields(3, model_type), 3)
     adapter = adapter_of(theirs.config)
     weights = {name: weight.detach() for name, weight in theirs.named_parameters()}
-    back = adapter.for_keys(weights).to_hf(adapter.from_hf(weights))
+    adapter = adapter.for_keys(weights)
+    back = adapter.to_hf(adapter.from_hf(weights))
     assert back.keys() == weights.keys() == adapter.hf_shapes().keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in back.items())
     assert adapter.is_passthrough("mtp.layers.0.norm.weight") and not adapter.is_passthrough(
@@ -369,6 +389,93 @@ def test_experts_are_exported_as_released_and_read_in_both_orientations(tmp_path
     assert all(torch.equal(again[name], parameter) for name, parameter in model.named_parameters())
     read = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager", experts_implementation="eager")
     assert all(torch.equal(x, y) for x, y in zip(read.parameters(), theirs.parameters(), strict=True))
+
+
+QWEN2_5_VL_3B: dict[str, Any] = {  # published with the decoder's fields at the top level
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_token_id": 151654,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 70,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.41.2",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_a_flat_published_config_is_read_as_transformers_reads_it(text_only: bool) -> None:
+    args_class = get_model_spec("qwen2_5_vl", text_only=text_only).model_args_class
+    nested = their_config(copy.deepcopy(QWEN2_5_VL_3B)).to_dict()
+    assert nested["text_config"]["hidden_size"] == 2048
+    args = args_class.from_hf_config(QWEN2_5_VL_3B)
+    assert args == args_class.from_hf_config(nested) and args.tie_word_embeddings
+    inner = {
+        **nested,
+        "tie_word_embeddings": False,
+        "text_config": nested["text_config"] | {"tie_word_embeddings": True},
+    }
+    assert args_class.from_hf_config(inner).tie_word_embeddings
+    with pytest.raises(ConfigError, match="'hidden_sizes' is 1; archon does not know this field; did you mean"):
+        args_class.from_hf_config(QWEN2_5_VL_3B | {"hidden_sizes": 1})
+
+
+def test_the_published_config_of_qwen2_5_vl_gives_the_parameter_count() -> None:
+    adapter = get_model_spec("qwen2_5_vl").state_dict_adapter_class(QWEN2_5_VL_3B)
+    assert sum(torch.Size(shape).numel() for shape in adapter.native_shapes.values()) == 3_754_622_976
+
+
+def test_windows_of_an_image_do_not_see_each_other_without_a_block_of_full_attention() -> None:
+    spec = VisionSpec(
+        depth=2, dim=16, hidden_dim=12, n_heads=2, channels=1, patch_size=2, temporal_patch_size=1, out_dim=8
+    )
+    spec = replace(spec, n_positions=0, rms_norm=True, gated=True, patch_bias=False, window=2)
+    torch.manual_seed(0)
+    encoder = VisionEncoder(spec, "auto")
+    for name, fill in encoder.initializers("visual"):
+        fill(encoder.get_parameter(name.removeprefix("visual.")).detach())
+    patches, grids = torch.randn(60, 4), ((6, 10),)
+    before = encoder(patches, grids)
+    patches[4 * 6 : 4 * 7] += 1.0  # the decoder row of row 1 and column 1
+    changed = (encoder(patches, grids) != before).any(-1).view(3, 5)
+    assert changed.nonzero().tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
 def test_the_published_config_gives_the_parameter_count() -> None:
@@ -460,16 +567,40 @@ OF_FAMILIES = {
     ],
 }
 OF_FAMILIES["qwen3_vl_moe"] = OF_FAMILIES["qwen3_vl"]
+OF_WINDOWS = [
+    ("vision_config", {"window_size": 1}, "'vision_config.window_size' is 1; expected at least [0-9]+ pixels"),
+    (
+        "vision_config",
+        {"fullatt_block_indexes": [4]},
+        r"fullatt_block_indexes is \[4\]; expected blocks below .* depth 4",
+    ),
+    ("vision_config", {"fullatt_block_indexes": "all"}, "is 'all'; expected type list"),
+    ("vision_config", {"in_chans": 4}, "'vision_config.in_chans' is 4; archon supports only 3"),
+    ("vision_config", {"num_position_embeddings": 9}, "'vision_config.num_position_embeddings' is 9; archon does not"),
+    ("rope_parameters", {"mrope_interleaved": True}, "'mrope_interleaved' is True; archon supports only false"),
+    (
+        "rope_parameters",
+        {"mrope_section": [1, 1, 1]},
+        r"mrope_section is \[1, 1, 1\], consecutive counts of frequencies",
+    ),
+    *(
+        case
+        for case in NOT_COMPUTED
+        if not {"window_size", "num_position_embeddings", "mrope_interleaved"} & {*case[1]}
+    ),
+]
 
 
 @pytest.mark.parametrize(
     ("model_type", "where", "change", "message"),
-    [(model_type, *case) for model_type, own in OF_FAMILIES.items() for case in (*NOT_COMPUTED, *own)],
+    [(model_type, *case) for model_type, own in OF_FAMILIES.items() for case in (*NOT_COMPUTED, *own)]
+    + [("qwen2_5_vl", *case) for case in OF_WINDOWS],
 )
 def test_what_is_not_computed_is_refused(model_type: str, where: str, change: dict[str, Any], message: str) -> None:
     config = their_config(random_fields(7, model_type)).to_dict()
     config["text_config"] |= {"hidden_size": 32, "num_hidden_layers": 2}
-    config["vision_config"] |= {"out_hidden_size": 32, "depth": 4, "deepstack_visual_indexes": []}
+    config["vision_config"] |= {"out_hidden_size": 32, "depth": 4}
+    config["vision_config"] |= {"deepstack_visual_indexes": []} if model_type != "qwen2_5_vl" else {}
     (config if where == "vision_config" else config["text_config"])[where].update(change)
     with pytest.raises(ConfigError, match=message):
         get_model_spec(model_type).model_args_class.from_hf_config(config)
@@ -497,5 +628,7 @@ def test_a_towers_operations_are_those_that_pytorch_counts(model_type: str) -> N
     x = torch.randn(patches, torch.Size(spec.patch_shape).numel())
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         ours.visual(x, (grid,))
-    attention = 4 * spec.depth * spec.dim * patches**2  # which PyTorch does not count on a CPU
+    window = (spec.window * spec.merge_size) ** 2 or patches
+    keys = sum(patches if block in spec.full_attention else min(window, patches) for block in range(spec.depth))
+    attention = 4 * keys * spec.dim * patches  # which PyTorch does not count on a CPU
     assert counted.get_total_flops() + attention == spec.forward_flops(patches) == ours.args.image_flops(patches)

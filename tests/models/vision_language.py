@@ -49,6 +49,9 @@ TEXTS: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": DENSE | {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}},
 }
+TEXTS["qwen2_5_vl"] = {name: value for name, value in DENSE.items() if name != "head_dim"} | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+}
 TEXTS["qwen3_vl_moe"] = TEXTS["qwen3_vl"] | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 VISION: dict[str, Any] = {
     "depth": 2,
@@ -64,6 +67,7 @@ VISION: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 FAMILY_VISION: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"depth": 3, "window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3_5": {},
     "qwen3_vl": {"depth": 3, "deepstack_visual_indexes": [0, 1]},
     "qwen3_vl_moe": {"depth": 3, "deepstack_visual_indexes": [0, 1]},
@@ -72,9 +76,10 @@ FAMILY_VISION: dict[str, dict[str, Any]] = {
 
 def vision_language_config(model_type: str = "qwen3_5", **text: Any) -> dict[str, Any]:
     """A composite `config.json` that transformers writes, with some fields of the decoder changed."""
+    vision = {k: v for k, v in VISION.items() if model_type != "qwen2_5_vl" or k != "num_position_embeddings"}
     config = CONFIG_MAPPING[model_type](
         text_config=TEXTS[model_type] | text,
-        vision_config=VISION | FAMILY_VISION[model_type],
+        vision_config=vision | FAMILY_VISION[model_type],
         image_token_id=IMAGE,
     )
     return json.loads(config.to_json_string(use_diff=False))

@@ -37,7 +37,12 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_vision_model(tmp_path_factory.mktemp("sight"), getattr(request, "param", "qwen3_5"))
 
 
-of_each_family = pytest.mark.parametrize("checkpoint", VISION_MODELS, indirect=True)
+SLOW = {"qwen2_5_vl"}
+of_each_family = pytest.mark.parametrize(
+    "checkpoint",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in VISION_MODELS],
+    indirect=True,
+)
 
 
 def config_of(checkpoint: Path, **changes: Any) -> RLConfig:

@@ -162,6 +162,8 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
     "qwen3_moe": {"layer_types": _pick(OMIT), "max_window_layers": _pick(OMIT)},
     "qwen3_5_moe_text": {"intermediate_size": _pick(OMIT)},  # not declared by the config class
 }
+# Types whose `mrope_section` must sum to the frequencies of a head.
+CONSECUTIVE_SECTIONS = frozenset({"qwen2_5_vl"})
 # Smallest possible vision encoder of a composite model; its tensors pass through.
 VISION: dict[str, Any] = {
     "depth": 1,
@@ -169,11 +171,12 @@ VISION: dict[str, Any] = {
     "intermediate_size": 8,
     "num_heads": 1,
     "patch_size": 2,
-    "num_position_embeddings": 4,
 }
+_POSITIONS = {"num_position_embeddings": 4}
 FAMILY_VISION: dict[str, dict[str, Any]] = {
-    "qwen3_vl": {"deepstack_visual_indexes": [0]},
-    "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
+    "qwen2_5_vl": {"window_size": 8, "fullatt_block_indexes": [0]},
+    "qwen3_vl": _POSITIONS | {"deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": _POSITIONS | {"deepstack_visual_indexes": [0]},
 }
 # Encoders of other configs, which archon does not compute.
 PASSTHROUGH_VISION: dict[str, dict[str, Any]] = {
@@ -211,7 +214,7 @@ def vision_config(model_type: str, hidden_size: int) -> dict[str, Any]:
     """Return the smallest vision encoder of a composite model with a decoder of `hidden_size` features."""
     if model_type in PASSTHROUGH_VISION:
         return PASSTHROUGH_VISION[model_type]
-    return VISION | FAMILY_VISION.get(model_type, {}) | {"out_hidden_size": hidden_size}
+    return VISION | FAMILY_VISION.get(model_type, _POSITIONS) | {"out_hidden_size": hidden_size}
 
 
 def random_rope(rng: random.Random, kind: str, rotary_dim: int) -> dict[str, Any]:
@@ -304,6 +307,10 @@ def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **f
             value = draw(random.Random(f"{seed} {name}"), config, names)
             if value is not OMIT:
                 config[name] = value
+    if model_type in CONSECUTIVE_SECTIONS:
+        pairs = config["hidden_size"] // config["num_attention_heads"] // 2
+        row = random.Random(f"{seed} mrope_section").randint(1, (pairs - 1) // 2)
+        config["rope_parameters"]["mrope_section"] = [pairs - 2 * row, row, row]
     if text_type == model_type:
         return config
     vision = vision_config(model_type, config["hidden_size"])
