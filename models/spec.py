@@ -101,7 +101,11 @@ UNSUPPORTED |= {
     "gemma4_unified": ("its sliding and full attention have different head dimensions", "gemma3_text"),
     "lfm2": ("most of its layers are short convolutions", "llama"),
 }
-UNSUPPORTED |= {f"{name}_text": UNSUPPORTED[name] for name in ("llama4", "gemma4")}
+UNSUPPORTED["muse_glimmer"] = (
+    "the norms of its embeddings, queries and keys have no weights, and a matrix of its own gates each head",
+    "gemma2",
+)
+UNSUPPORTED |= {f"{name}_text": UNSUPPORTED[name] for name in ("llama4", "gemma4", "muse_glimmer")}
 
 
 # Treatment of each weight role under tensor parallelism; see `archon.parallel.tensor`.

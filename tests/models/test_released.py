@@ -54,6 +54,10 @@ def test_every_supported_type_of_a_checkpoint_has_a_released_model() -> None:
         ("Qwen3.8", "Qwen/Qwen3.8-27B"),
         ("qwen 3.6 35b", "Qwen/Qwen3.6-35B-A3B"),
         ("DeepSeek-V3.2", "a learned indexer selects the tokens of its attention; the nearest supported family is"),
+        (
+            "Muse-Glimmer",
+            "the norms of its embeddings, queries and keys have no weights, and a matrix of its own gates",
+        ),
         ("qwen3_5_text", "qwen3_5_text: a supported model_type"),
     ],
 )
