@@ -34,6 +34,7 @@ PipeliningFn = Callable[..., None]
 ENTRY_POINT_GROUP = "archon.models"
 # A new family adds its module's name here; no other file changes.
 FAMILIES = (
+    "arcee",
     "deepseek_v3",
     "ernie4_5",
     "exaone4",

@@ -190,8 +190,9 @@ def _delta_net(section: _Section, spec: DeltaNetLayer, x: str, dim: int) -> None
 
 def _describe_network(section: _Section, spec: FeedForwardSpec, x: str, dim: int) -> None:
     if isinstance(spec, DenseLayer):
-        code = f"h = w2({_gated(spec.hidden_act, f'w1({x})', f'w3({x})')})"
-        section.add(code, f"[T, {dim}]", names=["w1", "w3", "w2"])
+        gated = _gated(spec.hidden_act, f"w1({x})", f"w3({x})")
+        code = gated if spec.is_gated else f"{spec.hidden_act}(w3({x}))"
+        section.add(f"h = w2({code})", f"[T, {dim}]", names=["w1", "w3", "w2"])
         return
     if not isinstance(spec, ExpertsLayer):
         section.add(f"h = {type(spec).__name__}({x})", f"[T, {dim}]")

@@ -68,6 +68,7 @@ class BaseModelArgs:
         max_seq_len: `max_position_embeddings`; only some RoPE kinds use it.
         attention_bias, attention_out_bias: Biases on wq, wk, wv and on wo.
         mlp_bias: Biases in the dense feed-forward networks.
+        mlp_ungated: The dense feed-forward networks have no gate.
         qk_norm: RMS norms over each head's queries and keys.
         full_width_qk_norm: The QK norms span the features of all heads.
         sliding_window: Window of sliding layers: a token attends to itself and the window - 1 tokens before it.
@@ -119,6 +120,7 @@ class BaseModelArgs:
     attention_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    mlp_ungated: bool = False
     qk_norm: bool = False
     full_width_qk_norm: bool = False
     sliding_window: int | None = None
@@ -242,7 +244,7 @@ class BaseModelArgs:
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
         """Return the feed-forward network of a layer (from 0)."""
-        return DenseLayer(self.hidden_dim, self.hidden_act, self.mlp_bias)
+        return DenseLayer(self.hidden_dim, self.hidden_act, self.mlp_bias, not self.mlp_ungated)
 
     def layer(self, layer: int) -> LayerSpec:
         """Return the spec of a layer (from 0); families override this or the methods it calls."""

@@ -1,4 +1,4 @@
-"""Gated feed-forward network (Shazeer 2020, arXiv:2002.05202), with the activations of Hugging Face configs."""
+"""Feed-forward network, gated (Shazeer 2020, arXiv:2002.05202) or not, with the activations of Hugging Face configs."""
 
 from __future__ import annotations
 
@@ -76,21 +76,23 @@ def gated_activation(act: Activation | ClampedSwiGLU, gate: Tensor, up: Tensor) 
 
 @dataclass(frozen=True)
 class DenseLayer(FeedForwardSpec):
-    """Gated feed-forward network of inner width `hidden_dim`, with or without biases."""
+    """Feed-forward network of inner width `hidden_dim`, with or without biases and gate."""
 
     hidden_dim: int
     hidden_act: str | ClampedSwiGLU = "silu"
     bias: bool = False
+    is_gated: bool = True
     n_experts: int = field(default=0, init=False)
     top_k: int = field(default=0, init=False)
 
     def build(self, dim: int) -> FeedForward:
         """See `FeedForwardSpec.build`."""
-        return FeedForward(dim, self.hidden_dim, self.hidden_act, bias=self.bias)
+        return FeedForward(dim, self.hidden_dim, self.hidden_act, bias=self.bias, is_gated=self.is_gated)
 
     def parameters(self, dim: int) -> tuple[int, int]:
         """See `FeedForwardSpec.parameters`."""
-        count = 3 * dim * self.hidden_dim + (2 * self.hidden_dim + dim if self.bias else 0)
+        inputs = 2 if self.is_gated else 1
+        count = (inputs + 1) * dim * self.hidden_dim + (inputs * self.hidden_dim + dim if self.bias else 0)
         return count, count
 
     @property
@@ -100,27 +102,36 @@ class DenseLayer(FeedForwardSpec):
 
 
 class FeedForward(nn.Module):
-    """w2(act(w1 x) * w3 x), with biases if `bias`.
+    """w2(act(w1 x) * w3 x), or w2(act(w3 x)) without a gate; with biases if `bias`.
 
     w1, w3 [hidden, dim] and w2 [dim, hidden] are Hugging Face's gate_proj, up_proj and down_proj.
     """
 
     tp: Group | None = None
 
-    def __init__(self, dim: int, hidden_dim: int, hidden_act: str | ClampedSwiGLU, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        hidden_act: str | ClampedSwiGLU,
+        *,
+        bias: bool = False,
+        is_gated: bool = True,
+    ) -> None:
         super().__init__()
         self.act = get_activation(hidden_act) if isinstance(hidden_act, str) else hidden_act
-        self.w1 = Linear(dim, hidden_dim, bias=bias, role="column")
+        self.w1 = Linear(dim, hidden_dim, bias=bias, role="column") if is_gated else None
         self.w2 = Linear(hidden_dim, dim, bias=bias, role="row")
         self.w3 = Linear(dim, hidden_dim, bias=bias, role="column")
 
     def input_projections(self) -> tuple[Linear, ...]:
-        """Return the gate and up projections, which share an input."""
-        return self.w1, self.w3
+        """Return the gate, if there is one, and up projections, which share an input."""
+        return (self.w3,) if self.w1 is None else (self.w1, self.w3)
 
     def forward(self, x: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
         """Return [T, dim] for x [T, dim]."""
         if self.tp is not None:
             x = all_gather(x, self.tp)
-        gate, up = project(x, self.input_projections(), lora_mapping)
-        return self.w2(gated_activation(self.act, gate, up), lora_mapping)
+        *gate, up = project(x, self.input_projections(), lora_mapping)
+        hidden = gated_activation(self.act, gate[0], up) if gate else self.act(up)
+        return self.w2(hidden, lora_mapping)

@@ -94,6 +94,8 @@ MODELS["soft_capped"] = DENSE | {
     "sliding_window_pattern": 2,
     "final_logit_softcapping": 3.0,
 }
+# A feed-forward network with squared ReLU and biases, without a gate.
+MODELS["ungated"] = DENSE | {"model_type": "arcee", "hidden_act": "relu2", "mlp_bias": True, "attention_bias": True}
 MODELS["multiplied"] = DENSE | {
     "model_type": "granite",
     "tie_word_embeddings": True,

@@ -11,6 +11,7 @@ import torch
 
 from archon.models import get_model_spec
 from archon.models.flops import Flops, MatmulShape, training_state_bytes
+from archon.models.layers.feed_forward import DenseLayer
 from archon.models.lora.model import add_lora
 from archon.models.lora.targets import active_parameters, resolve_lora_sizes
 from archon.schema.config import LoRAConfig
@@ -76,6 +77,11 @@ def test_dense_layers_of_a_mixture_are_counted_as_dense() -> None:
     assert MatmulShape.from_hf_config(every_other).active == plain + 24 * (dense - sparse)
     assert MatmulShape.from_hf_config(every_other | {"mlp_only_layers": [0]}).active == plain + 24 * (dense - sparse)
     assert MatmulShape.from_hf_config(every_other | {"mlp_only_layers": [1]}).active == plain + 25 * (dense - sparse)
+
+
+def test_a_network_without_a_gate_has_two_matrices() -> None:
+    assert DenseLayer(32, "relu2", is_gated=False).parameters(8) == (2 * 8 * 32, 2 * 8 * 32)
+    assert DenseLayer(32, "relu2", bias=True, is_gated=False).parameters(8)[0] == 2 * 8 * 32 + 32 + 8
 
 
 def test_packed_documents_pay_attention_by_the_square_of_their_length() -> None:

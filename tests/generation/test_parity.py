@@ -21,6 +21,7 @@ from tests.tolerances import GENERATED_LOGPROB_BF16, GENERATED_LOGPROB_FP32, GEN
 RAGGED = prompts(1, 2, 3, 4, 5, 8, 9, 17, 33)
 
 FAMILIES = {
+    "arcee": ("arcee", {}),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3-wide": ("deepseek_v3", {"q_lora_rank": None, "v_head_dim": 20, "attention_bias": True}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),

@@ -99,6 +99,7 @@ OWN: dict[str, tuple[Feature, ...]] = {
         lambda c: c.final_logit_softcapping is None,
         lambda c: len({*c.layer_types}) == 2,
     ),
+    "arcee": (*BIASES, lambda c: c.hidden_act == "relu2", lambda c: c.mlp_bias, lambda c: not c.mlp_bias),
     "exaone4": (lambda c: len({*c.layer_types}) == 2,),
     "gemma2": (
         *BIASES,

@@ -123,6 +123,7 @@ LoRAMatrices = tuple[LoRAMatrix, ...] | None
 _INPUTS = {
     "normed [T, dim]": ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
     "act(gate) · up [T, F]": ("feed_forward.w2",),
+    "act(up) [T, F]": ("feed_forward.w2",),
     "rows in expert order [n, dim]": ("moe.experts.w1", "moe.experts.w3"),
     "act(gate) · up [n, F]": ("moe.experts.w2",),
 }
@@ -361,6 +362,18 @@ def feed_forward_activations(
 def _dense(network: DenseLayer, dim: int, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
     T, b = shard.tokens, shard.bytes
     inner, outer = T * network.hidden_dim // shard.layout.tp * b, T * dim * b
+    if not network.is_gated:
+        # Squared ReLU saves the ReLU of its input only.
+        squared = network.hidden_act == "relu2"
+        tensors = [
+            SavedTensor("normed [T, dim]", outer),
+            SavedTensor("up [T, F]", inner, saved=not squared, is_op=True),
+            SavedTensor("relu(up) [T, F]", inner, saved=squared),
+            SavedTensor("act(up) [T, F]", inner),
+            SavedTensor("w2 output [T, dim]", outer, saved=False, is_op=True),
+        ]
+        # The peak: gradients of up and of the activation. In a narrow network: the gradient of the input.
+        return tensors, max(2 * inner, outer)
     tensors = [
         SavedTensor("normed [T, dim]", outer),
         SavedTensor("gate, up [T, 2 F]", 2 * inner, is_op=True),

@@ -133,6 +133,7 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
     "olmo3": {"initializer_range": _pick(0.3)},
     "olmo2": {"initializer_range": _pick(0.3)},
     "kimi_k25": {"q_lora_rank": _pick(16)},  # without it, transformers 5.24 writes `self_attn.q_proj` as `self_wqkv`
+    "arcee": {"hidden_act": _pick("relu2", "relu2", *ACTIVATIONS)},
     "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {
         # The gradient of a single sink may cancel.

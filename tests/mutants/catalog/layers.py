@@ -69,4 +69,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "return local(self.weight), self.eps, 2 * self.offset, self.rounds_once",
         (f"{PARITY}[gemma3_text-0]",),
     ),
+    Mutant(
+        "a feed-forward network without a gate gates its input with itself",
+        "models/layers/feed_forward.py",
+        "else self.act(up)",
+        "else gated_activation(self.act, up, up)",
+        (f"{PARITY}[arcee-0]",),
+    ),
+    Mutant(
+        "squared ReLU keeps its input and its ReLU",
+        "archon/engine/memory/activations.py",
+        "inner, saved=not squared, is_op=True)",
+        "inner, is_op=True)",
+        ("tests/tools/planner/test_memory.py::test_memory_is_that_of_a_traced_step[squared-d2-none-rank0-1x4096]",),
+    ),
 )
