@@ -19,7 +19,7 @@ from archon.models.layers.delta_net import ShortConvolution
 from archon.models.layers.head import LMHead, TokenScores, WeightedLoss
 from archon.models.layers.linear import Embedding, Linear
 from archon.models.layers.moe import GroupedExperts, Router, RouterStats
-from archon.models.layers.norm import RMSNorm
+from archon.models.layers.norm import LayerNorm, RMSNorm
 from archon.models.layers.rope import RotaryEmbedding, Rotation
 from archon.models.layers.spec import LayerSpec
 from archon.models.vision.images import Grid, PackedImages
@@ -171,7 +171,7 @@ class BaseArchonModel(nn.Module, Generic[Args]):
         ]
         self.expert_layers = args.expert_layers
         self.layers = nn.ModuleDict({str(layer): self.build_block(layer) for layer in range(args.n_layers)})
-        self.norm: RMSNorm | None = args.norm.build(args.dim)
+        self.norm: RMSNorm | LayerNorm | None = args.norm.build(args.dim)
         self.router_stats: list[RouterStats] = []
         self.output: LMHead | None = None
         self.score: Linear | None = None
@@ -399,6 +399,10 @@ class BaseArchonModel(nn.Module, Generic[Args]):
                 yield f"{prefix}.bias", nn.init.zeros_
             if isinstance(module, RMSNorm):
                 yield f"{prefix}.weight", partial(nn.init.constant_, val=1.0 - module.offset)
+            if isinstance(module, LayerNorm):
+                yield f"{prefix}.weight", nn.init.ones_
+                if module.bias is not None:
+                    yield f"{prefix}.bias", nn.init.zeros_
             for name in getattr(module, "parameter_roles", {}):
                 if getattr(module, name) is not None:
                     yield f"{prefix}.{name}", getattr(module, "parameter_initializers", {}).get(name, normal)

@@ -68,6 +68,7 @@ FAMILIES = (
     "qwen3_vl_moe",
     "seed_oss",
     "smollm3",
+    "starcoder2",
 )
 
 # Vision-language models built on a family above; contract tests run on that family.

@@ -229,6 +229,8 @@ def _gated(act: str | ClampedSwiGLU, gate: str, up: str) -> str:
 
 
 def _norm(spec: NormSpec) -> str:
+    if spec.centered:
+        return f"layer norm, eps {spec.eps:g}"
     return f"RMS norm, eps {spec.eps:g}" + (f", factor {spec.offset:g} + weight" if spec.offset else "")
 
 
@@ -300,7 +302,8 @@ def _embeddings(args: BaseModelArgs) -> list[str]:
 def _head(args: BaseModelArgs) -> list[str]:
     head, size = ("score", 1) if args.is_critic else ("output", args.vocab_size)
     is_tied = args.tie_word_embeddings and not args.is_critic
-    tensors = {"norm": (args.dim,)} | ({} if is_tied else {f"{head}.weight": (size, args.dim)})
+    norm = {"norm": (args.dim,)} | ({"norm.bias": (args.dim,)} if args.norm_bias else {})
+    tensors = norm | ({} if is_tied else {f"{head}.weight": (size, args.dim)})
     section = _Section(tensors, "")
     section.add("x = norm(x)", _norm(args.norm), names=["norm"])
     if args.logits_divisor != 1 and not args.is_critic:

@@ -81,6 +81,7 @@ class BaseModelArgs:
         query_beta: See `RopeSpec.query_beta`; its period is the original context of `rope_scaling`.
         norm_rounds_once: See `archon.models.layers.norm.NormSpec`.
         norm_offset: Constant added to the stored norm weights: 1 if checkpoints store weight - 1.
+        norm_centered, norm_bias: See `archon.models.layers.norm.NormSpec`.
         norm_placement: See `archon.models.layers.spec.NormPlacement`.
         attention_scale: Factor on attention scores; None means head_dim^(-1/2).
         attention_soft_cap, attention_sinks, attention_gated: See `archon.models.layers.attention.AttentionLayer`.
@@ -135,6 +136,8 @@ class BaseModelArgs:
     query_beta: float | None = None
     norm_rounds_once: bool = False
     norm_offset: float = 0.0
+    norm_centered: bool = False
+    norm_bias: bool = False
     norm_placement: NormPlacement = "before"
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
@@ -209,7 +212,7 @@ class BaseModelArgs:
     @property
     def norm(self) -> NormSpec:
         """Norm of the residual stream."""
-        return NormSpec(self.norm_eps, self.norm_offset, self.norm_rounds_once)
+        return NormSpec(self.norm_eps, self.norm_offset, self.norm_rounds_once, self.norm_centered, self.norm_bias)
 
     def rope(self, layer: int) -> RopeSpec | None:
         """Return the RoPE of a layer (from 0); None for a layer without positions."""

@@ -1,10 +1,11 @@
-"""Root-mean-square normalization (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+"""RMS norms (Zhang and Sennrich 2019, arXiv:1910.07467) and layer norms (Ba et al. 2016, arXiv:1607.06450)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archon.models.cpu.fused import rms_norm
@@ -19,14 +20,20 @@ class NormSpec:
     Attributes:
         rounds_once: in a narrow dtype, round the result once after the factor, as with an offset; otherwise also before
             the factor.
+        centered: a layer norm, which subtracts the mean first and rounds once.
+        bias: the layer norm has a bias.
     """
 
     eps: float
     offset: float = 0.0
     rounds_once: bool = False
+    centered: bool = False
+    bias: bool = False
 
-    def build(self, dim: int, role: Role = "norm") -> RMSNorm:
+    def build(self, dim: int, role: Role = "norm") -> RMSNorm | LayerNorm:
         """Return a norm over `dim` features."""
+        if self.centered:
+            return LayerNorm(dim, self.eps, bias=self.bias, role=role)
         return RMSNorm(dim, self.eps, role=role, offset=self.offset, rounds_once=self.rounds_once)
 
 
@@ -55,6 +62,19 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """Describe the module in one line."""
         return f"{tuple(self.weight.shape)}, eps={self.eps}" + (f", offset={self.offset:g}" if self.offset else "")
+
+
+class LayerNorm(nn.LayerNorm):
+    """weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension, with statistics in float32."""
+
+    def __init__(self, dim: int, eps: float, *, bias: bool, role: Role = "norm") -> None:
+        super().__init__(dim, eps=eps, bias=bias)
+        self.role: Role = role
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x [..., dim]."""
+        bias = None if self.bias is None else local(self.bias)
+        return F.layer_norm(x, self.normalized_shape, local(self.weight), bias, self.eps)
 
 
 class FullWidthRMSNorm(RMSNorm):

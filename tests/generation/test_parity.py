@@ -53,6 +53,7 @@ FAMILIES = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
     "smollm3": ("smollm3", {"no_rope_layers": (1, 0, 1), "use_sliding_window": True, "sliding_window": 6}),
+    "starcoder2": ("starcoder2", {"sliding_window": 6}),
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     "qwen2-mha": ("qwen2", {"num_key_value_heads": 4}),

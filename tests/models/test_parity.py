@@ -114,6 +114,7 @@ OWN: dict[str, tuple[Feature, ...]] = {
     "olmo2": BIASES,
     "olmoe": (*BIASES, lambda c: c.norm_topk_prob, lambda c: not c.norm_topk_prob),
     "seed_oss": (*BIASES, lambda c: c.attention_out_bias, lambda c: not c.attention_out_bias),
+    "starcoder2": (lambda c: c.use_bias, lambda c: not c.use_bias, lambda c: c.sliding_window is not None),
     "gpt_oss": (
         *BIASES,
         lambda c: {*c.layer_types} == {"sliding_attention", "full_attention"},

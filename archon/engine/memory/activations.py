@@ -142,21 +142,22 @@ def block_activations(
     b, wide, rows = shard.bytes, shard.wide, shard.rows
     hidden = rows * dim * b
     before, after = (layer.norm_placement in (place, "both") for place in ("before", "after"))
+    statistics = rows * wide * (2 if layer.norm.centered else 1)
     attention = [
         SavedTensor("input [r, dim]", hidden),
-        SavedTensor("attention_norm: 1/rms [r]", rows * wide, saved=before),
+        SavedTensor("attention_norm: 1/rms [r]", statistics, saved=before),
         # Without a norm and without tensor parallelism, it is the input.
         SavedTensor("normed [T, dim]", shard.tokens * dim * b, saved=before or shard.layout.tp > 1),
         *mixer_activations(layer.mixer, shard, context_parallel),
         SavedTensor("wo output [T, dim]", shard.tokens * dim * b, saved=False, is_op=True),
-        SavedTensor("attention_post_norm: input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after),
+        SavedTensor("attention_post_norm: input and 1/rms [r, dim + 1]", hidden + statistics, saved=after),
         SavedTensor("after attention [r, dim]", hidden),
-        SavedTensor("ffn_norm: 1/rms [r]", rows * wide, saved=before),
+        SavedTensor("ffn_norm: 1/rms [r]", statistics, saved=before),
     ]
     tensors, working = feed_forward_activations(layer.feed_forward, dim, shard)
     first = tensors[0] if before or shard.layout.tp > 1 else replace(tensors[0], saved=False)
     network = [first, *tensors[1:]]
-    network.append(SavedTensor("ffn_post_norm: input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after))
+    network.append(SavedTensor("ffn_post_norm: input and 1/rms [r, dim + 1]", hidden + statistics, saved=after))
     tensors = [*attention, *network]
     if lora is not None:
         names = {matrix.name for matrix in lora}

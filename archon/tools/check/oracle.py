@@ -77,10 +77,10 @@ def hf_model(config: Any, **options: Any) -> Any:
 
 @torch.no_grad()
 def randomize_vectors(model: nn.Module) -> None:
-    """Randomize biases and norms, buffers included; fresh models set them to 0 and 1."""
+    """Randomize biases around 0 and norms around 1, buffers included; fresh models set them to 0 and 1."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith("_bias"):
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            parameter.normal_(1.0 if "norm" in name and not name.endswith("bias") else 0.0, 0.3)
         if name.endswith("A_log"):
             parameter.uniform_(-3.0, -1.0)  # slow decays have long memory
     randomize_buffers(model)

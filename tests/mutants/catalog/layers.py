@@ -83,4 +83,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "inner, is_op=True)",
         ("tests/tools/planner/test_memory.py::test_memory_is_that_of_a_traced_step[squared-d2-none-rank0-1x4096]",),
     ),
+    Mutant(
+        "a layer norm without its bias",
+        "models/layers/norm.py",
+        "local(self.weight), bias, self.eps)",
+        "local(self.weight), None if bias is None else 0 * bias, self.eps)",
+        (f"{PARITY}[starcoder2-0]",),
+    ),
+    Mutant(
+        "the gradient of a layer norm's bias is of a rank's own tokens",
+        "models/layers/norm.py",
+        "else local(self.bias)",
+        "else getattr(self.bias, '_local_tensor', self.bias)",
+        (f"{FURTHER_MATRIX}[layer_norms-t2-float64]",),
+    ),
 )
