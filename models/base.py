@@ -41,7 +41,8 @@ class TransformerBlock(nn.Module):
         setattr(self, self.mixer_name, spec.mixer.build(layer, dim))
         setattr(self, spec.feed_forward.module_name, spec.feed_forward.build(dim))
         before, after = (spec.norm_placement in (place, "both") for place in ("before", "after"))
-        self.attention_norm = spec.norm.build(dim) if before else None
+        self.is_parallel = spec.norm_placement == "parallel"
+        self.attention_norm = spec.norm.build(dim) if before or self.is_parallel else None
         self.attention_post_norm = spec.norm.build(dim) if after else None
         self.ffn_norm = spec.norm.build(dim) if before else None
         self.ffn_post_norm = spec.norm.build(dim) if after else None
@@ -54,13 +55,15 @@ class TransformerBlock(nn.Module):
         Statistics are returned, not stored, so that recomputation does not count them twice. Replayed experts
         `layer_experts` [T, k] are an argument, so that recomputation uses them too.
         """
-        mixed = getattr(self, self.mixer_name)(_normed(self.attention_norm, x), rotation, attention)
+        normed = _normed(self.attention_norm, x)
+        mixed = getattr(self, self.mixer_name)(normed, rotation, attention)
         x = self._add(x, _normed(self.attention_post_norm, mixed))
+        normed = normed if self.is_parallel else _normed(self.ffn_norm, x)
         if self.feed_forward is not None:
-            out = self.feed_forward(_normed(self.ffn_norm, x), attention.lora_mapping)
+            out = self.feed_forward(normed, attention.lora_mapping)
             return self._add(x, _normed(self.ffn_post_norm, out))
         assert self.moe is not None
-        out, stats = self.moe(_normed(self.ffn_norm, x), attention.valid_mask, attention.lora_mapping, layer_experts)
+        out, stats = self.moe(normed, attention.valid_mask, attention.lora_mapping, layer_experts)
         return self._add(x, _normed(self.ffn_post_norm, out)), stats
 
     def _add(self, x: Tensor, out: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ ENTRY_POINT_GROUP = "archon.models"
 # A new family adds its module's name here; no other file changes.
 FAMILIES = (
     "arcee",
+    "cohere2",
     "deepseek_v3",
     "ernie4_5",
     "exaone4",

@@ -100,10 +100,11 @@ def _block(args: BaseModelArgs, layer: int, spec: LayerSpec) -> list[str]:
     )
     factor = "" if spec.residual_multiplier == 1 else f"{spec.residual_multiplier:g} * "
     for name, norm, describe, part in parts:
-        source = "x"
+        # A parallel block has one norm, which feeds both parts.
+        source, normed = ("n", "n") if spec.norm_placement == "parallel" else ("x", "h")
         if outer.has(f"{norm}_norm"):
-            outer.add(f"h = {norm}_norm(x)", _norm(spec.norm), names=[f"{norm}_norm"])
-            source = "h"
+            outer.add(f"{normed} = {norm}_norm(x)", _norm(spec.norm), names=[f"{norm}_norm"])
+            source = normed
         section = _Section(inner[name], "    ")
         describe(section, part, source, args.dim)
         outer.lines += [f"  {name}:", *section.finish()]

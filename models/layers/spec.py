@@ -16,8 +16,11 @@ from archon.models.attention.decode.cache import CacheSpec
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeSpec
 
-NormPlacement = Literal["before", "after", "both"]
-"""Where a block normalizes: the inputs of mixer and feed-forward network, their outputs, or both."""
+NormPlacement = Literal["before", "after", "both", "parallel"]
+"""Where a block normalizes: the inputs of mixer and feed-forward network, their outputs, or both.
+
+In a `parallel` block, one norm feeds both, and the block adds both outputs to its input.
+"""
 
 
 class MixerSpec(abc.ABC):

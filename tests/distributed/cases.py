@@ -96,6 +96,14 @@ MODELS["soft_capped"] = DENSE | {
 }
 # A feed-forward network with squared ReLU and biases, without a gate.
 MODELS["ungated"] = DENSE | {"model_type": "arcee", "hidden_act": "relu2", "mlp_bias": True, "attention_bias": True}
+# Parallel blocks with one layer norm each, and full attention without positions.
+MODELS["parallel"] = DENSE | {
+    "model_type": "cohere2",
+    "head_dim": 6,
+    "rms_norm_eps": None,
+    "tie_word_embeddings": True,
+    "sliding_window": 6,
+}
 MODELS["layer_norms"] = DENSE | {"model_type": "starcoder2", "rms_norm_eps": None, "sliding_window": 6}
 MODELS["multiplied"] = DENSE | {
     "model_type": "granite",

@@ -54,6 +54,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 2.0,
         "layer_types": _SLIDING_FIRST,
     },
+    "cohere2": {"sliding_window": 6, "logit_scale": 0.5},
     "granite": {
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.5,

@@ -26,7 +26,7 @@ from archon.schema.errors import CheckpointError, ConfigError
 from tests.engine.tiny import sft_batch
 from tests.lora.oracle import TOKENS, TOLERANCE, base_of, difference, engine_of, logits_of, their_logits, theirs
 
-FAMILIES = ("llama", "qwen2", "qwen3", "olmo3", "granite", "smollm3", "gemma3_text", "arcee", "starcoder2")
+FAMILIES = ("llama", "qwen2", "qwen3", "olmo3", "granite", "smollm3", "gemma3_text", "arcee", "starcoder2", "cohere2")
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -61,6 +61,7 @@ COMMON: tuple[Feature, ...] = (
 OWN_HEAD_DIM: tuple[Feature, ...] = (lambda c: c.head_dim * c.num_attention_heads != c.hidden_size,)
 # Families whose heads always have hidden_size / num_attention_heads features.
 DERIVED_HEAD_DIM = ("olmoe", "qwen2_5_vl")
+DERIVED_HEAD_DIM = ("cohere2", "olmoe")
 GROUPED: tuple[Feature, ...] = (
     lambda c: 1 < c.num_key_value_heads < c.num_attention_heads,
     lambda c: c.num_key_value_heads == 1 < c.num_attention_heads,
@@ -100,6 +101,7 @@ OWN: dict[str, tuple[Feature, ...]] = {
         lambda c: len({*c.layer_types}) == 2,
     ),
     "arcee": (*BIASES, lambda c: c.hidden_act == "relu2", lambda c: c.mlp_bias, lambda c: not c.mlp_bias),
+    "cohere2": (*BIASES, lambda c: len({*c.layer_types}) == 2, lambda c: len({*c.layer_types}) == 1),
     "exaone4": (lambda c: len({*c.layer_types}) == 2,),
     "gemma2": (
         *BIASES,

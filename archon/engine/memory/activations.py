@@ -142,16 +142,18 @@ def block_activations(
     b, wide, rows = shard.bytes, shard.wide, shard.rows
     hidden = rows * dim * b
     before, after = (layer.norm_placement in (place, "both") for place in ("before", "after"))
+    # A parallel block has one norm and one normed input, which tensor parallelism gathers twice.
+    parallel = layer.norm_placement == "parallel"
     statistics = rows * wide * (2 if layer.norm.centered else 1)
     attention = [
         SavedTensor("input [r, dim]", hidden),
-        SavedTensor("attention_norm: 1/rms [r]", statistics, saved=before),
+        SavedTensor("attention_norm: 1/rms [r]", statistics, saved=before or parallel),
         # Without a norm and without tensor parallelism, it is the input.
-        SavedTensor("normed [T, dim]", shard.tokens * dim * b, saved=before or shard.layout.tp > 1),
+        SavedTensor("normed [T, dim]", shard.tokens * dim * b, saved=before or parallel or shard.layout.tp > 1),
         *mixer_activations(layer.mixer, shard, context_parallel),
         SavedTensor("wo output [T, dim]", shard.tokens * dim * b, saved=False, is_op=True),
         SavedTensor("attention_post_norm: input and 1/rms [r, dim + 1]", hidden + statistics, saved=after),
-        SavedTensor("after attention [r, dim]", hidden),
+        SavedTensor("after attention [r, dim]", hidden, saved=not parallel),
         SavedTensor("ffn_norm: 1/rms [r]", statistics, saved=before),
     ]
     tensors, working = feed_forward_activations(layer.feed_forward, dim, shard)

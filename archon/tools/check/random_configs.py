@@ -134,6 +134,14 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
     "olmo2": {"initializer_range": _pick(0.3)},
     "kimi_k25": {"q_lora_rank": _pick(16)},  # without it, transformers 5.24 writes `self_attn.q_proj` as `self_wqkv`
     "arcee": {"hidden_act": _pick("relu2", "relu2", *ACTIVATIONS)},
+    "cohere2": {
+        "head_dim": _pick(OMIT),  # its config class derives it from hidden_size
+        "layer_types": lambda rng, config, names: rng.choice(
+            [["sliding_attention"] * config["num_hidden_layers"], _layer_types(rng, config, names)]
+        ),
+        # The gradient of a key bias is 0 in a layer without positions.
+        "attention_bias": lambda rng, config, names: "full_attention" not in config["layer_types"],
+    },
     "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {
         # The gradient of a single sink may cancel.

@@ -97,4 +97,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "else getattr(self.bias, '_local_tensor', self.bias)",
         (f"{FURTHER_MATRIX}[layer_norms-t2-float64]",),
     ),
+    Mutant(
+        "the network of a parallel block reads the sum of input and attention",
+        "models/base.py",
+        "normed = normed if self.is_parallel else _normed(self.ffn_norm, x)",
+        "normed = _normed(self.attention_norm, x) if self.is_parallel else _normed(self.ffn_norm, x)",
+        (f"{PARITY}[cohere2-0]",),
+    ),
+    Mutant(
+        "full attention of Cohere 2 has positions",
+        "models/cohere2.py",
+        "return [window is not None for window",
+        "return [True for window",
+        (f"{PARITY}[cohere2-0]", f"{PARITY}[cohere2-1]", f"{PARITY}[cohere2-2]"),
+    ),
 )

@@ -44,6 +44,7 @@ MODELS = {
     "bias": DENSE | {"model_type": "qwen2", "num_key_value_heads": 2},
     "norms_both": DENSE | {"model_type": "gemma3_text", "sliding_window": 64, "query_pre_attn_scalar": 32},
     "norms_after": DENSE | {"model_type": "olmo3", "sliding_window": 64, "rope_theta": 500000.0},
+    "parallel": DENSE | {"model_type": "cohere2", "rms_norm_eps": None, "sliding_window": 64},
     "layer_norms": DENSE | {"model_type": "starcoder2", "rms_norm_eps": None},
     "ungated": DENSE | {"model_type": "arcee", "hidden_act": "silu"},
     "squared": DENSE | {"model_type": "arcee", "hidden_act": "relu2"},

@@ -44,6 +44,8 @@ SLOW = [
     Case("norms_both", "t2"),
     Case("norms_after", "d2"),
     Case("norms_after", "t2", OPS),
+    Case("parallel", "d2"),
+    Case("parallel", "t2", OPS),
     Case("layer_norms", "t2"),
     Case("layer_norms", "d2", OPS),
     Case("ungated", "t2"),
