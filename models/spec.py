@@ -46,6 +46,7 @@ FAMILIES = (
     "glm4_moe_lite",
     "gpt_oss",
     "granite",
+    "granite_swa",
     "granitemoe",
     "kimi_k2",
     "llama",

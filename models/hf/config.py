@@ -345,11 +345,13 @@ def uniform_window(default: int | None) -> WindowPolicy:
     return WindowPolicy(("sliding_window",), read)
 
 
-def layer_type_windows(default: int | None, pattern: int, pattern_field: str | None = None) -> WindowPolicy:
+def layer_type_windows(
+    default: int | None, pattern: int, pattern_field: str | None = None, *, first_is_full: bool = False
+) -> WindowPolicy:
     """Return the policy that applies `sliding_window` to the sliding layers of `layer_types`.
 
-    Without `layer_types`, all layers but every `pattern`-th slide; `pattern_field` names a config field that overrides
-    `pattern`.
+    Without `layer_types`, all layers but the last of every `pattern` layers slide, or all but the first if
+    `first_is_full`; `pattern_field` names a config field that overrides `pattern`.
     """
 
     def read(config: Mapping[str, Any], n_layers: int) -> Windows:
@@ -360,7 +362,7 @@ def layer_type_windows(default: int | None, pattern: int, pattern_field: str | N
                 reject_field(pattern_field, period, "expected at least 1")
         slides = read_layer_types(config, n_layers)
         if slides is None:
-            slides = [(layer + 1) % period != 0 for layer in range(n_layers)]
+            slides = [(layer + (not first_is_full)) % period != 0 for layer in range(n_layers)]
         if any(slides) and window is None:
             reject_field("sliding_window", None, "expected the window of the sliding layers")
         return window, tuple(window if slide else None for slide in slides)

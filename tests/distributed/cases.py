@@ -104,6 +104,13 @@ MODELS["parallel"] = DENSE | {
     "tie_word_embeddings": True,
     "sliding_window": 6,
 }
+# A RoPE base per layer, and sinks.
+MODELS["layer_bases"] = DENSE | {
+    "model_type": "granite_swa",
+    "sliding_window": 6,
+    "attention_multiplier": 0.2,
+    "layer_rope_theta": [1000.0, 0, 100.0, 10.0],
+}
 MODELS["layer_norms"] = DENSE | {"model_type": "starcoder2", "rms_norm_eps": None, "sliding_window": 6}
 MODELS["multiplied"] = DENSE | {
     "model_type": "granite",

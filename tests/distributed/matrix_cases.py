@@ -347,6 +347,8 @@ BLOCKS: tuple[Case, ...] = (
     _case("d2", "parallel"),
     _case("c2", "parallel", context_parallel="allgather"),
     _pipeline("p2", "1f1b", "parallel", loss="fused"),
+    _case("t2", "layer_bases"),
+    _pipeline("p2", "1f1b", "layer_bases", "each stage knows the RoPE bases of its layers"),
     _case("t2", "unrotated"),
     _case("d2", "unrotated"),
     _case("c2", "unrotated", context_parallel="allgather"),

@@ -55,6 +55,11 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": _SLIDING_FIRST,
     },
     "cohere2": {"sliding_window": 6, "logit_scale": 0.5},
+    "granite_swa": {
+        "attention_multiplier": 0.5,
+        "layer_types": _SLIDING_FIRST,
+        "layer_rope_theta": [1000.0, 0, 100.0],
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.5,

@@ -393,6 +393,8 @@ REFUSED_ROPES: list[tuple[str, dict[str, Any], str]] = [
     ("exaone4", {"sliding_window_pattern": "LLLG"}, "'sliding_window_pattern' is 'LLLG'"),
     ("exaone4", {"sliding_window_pattern": 0}, "'sliding_window_pattern' is 0; expected at least 1, or layer_types"),
     ("exaone4", {"sliding_window": None}, "'sliding_window' is None"),
+    ("granite_swa", {"layer_rope_theta": [1e4, 0]}, "'layer_rope_theta' is .* for each of 4 layers"),
+    ("granite_swa", {"layer_rope_theta": [1e4, 0, 0.5, 1e4]}, "'layer_rope_theta' is .*expected 0 or a number above 1"),
     ("olmoe", {"head_dim": None, "clip_qkv": 8.0}, "'clip_qkv' is 8.0"),
     ("gemma2", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; archon supports only 'gelu_pytorch_tanh'"),
     ("ernie4_5", {"use_bias": True}, "'use_bias' is True; archon supports only False"),

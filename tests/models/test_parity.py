@@ -112,6 +112,12 @@ OWN: dict[str, tuple[Feature, ...]] = {
     ),
     "glm4": (*BIASES, lambda c: c.rope_parameters["partial_rotary_factor"] < 1),
     "granite": BIASES,
+    "granite_swa": (
+        *BIASES,
+        lambda c: len({*c.layer_types}) == 2,
+        lambda c: 0 in c.layer_rope_theta,
+        lambda c: len({*c.layer_rope_theta} - {0}) == 2,
+    ),
     "granitemoe": (*BIASES, lambda c: 1 < c.num_experts_per_tok < c.num_local_experts),
     "olmo2": BIASES,
     "olmoe": (*BIASES, lambda c: c.norm_topk_prob, lambda c: not c.norm_topk_prob),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from archon.models import BaseArchonModel, BaseStateDictAdapter, get_model_spec, is_supported_model
 from archon.schema.errors import ConfigError
@@ -73,6 +74,16 @@ def hf_model(config: Any, **options: Any) -> Any:
     if not model_class._supports_sdpa:
         options["attn_implementation"] = "eager"
     return model_class._from_config(config, **options).eval()
+
+
+class InFloat64(TorchFunctionMode):
+    """Replace float32 by float64 in code that asks for float32, such as softmax and RoPE in transformers."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = Tensor.double if function is Tensor.float else function
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        return function(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -176,6 +187,8 @@ def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tens
     for document in tokens.split(lengths):
         if hasattr(decoder, "rotary_emb"):
             decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)
+        if hasattr(decoder, "rotary_embs"):  # one per RoPE base
+            decoder.rotary_embs = nn.ModuleList(type(rope)(rope.config) for rope in decoder.rotary_embs)
         logits.append(reference(input_ids=document.unsqueeze(0), use_cache=False).logits[0])
     return torch.cat(logits)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from archon.models import BaseArchonModel, BaseStateDictAdapter
 from archon.tools.check.oracle import (
     ContractError,
+    InFloat64,
     build_pair,
     checkpoint_tensors,
     pack,
@@ -34,8 +36,8 @@ def parity(
     """Return max|a - b| / max|b| of the logits and of each parameter's gradient, by name.
 
     transformers runs one document at a time, with eager attention or SDPA; archon packs all documents. If a float32
-    difference exceeds FP32_TOLERANCE, both models run in float64. If archon's float32 error is at most ROUNDING times
-    transformers' float32 error, the float64 difference replaces the float32 difference.
+    difference exceeds FP32_TOLERANCE, both models run in float64, transformers under `InFloat64`. If archon's float32
+    error is at most ROUNDING times transformers' float32 error, the float64 difference replaces the float32 difference.
 
     Args:
         seed: seed of configuration, weights and documents.
@@ -96,7 +98,8 @@ def _results(
     lengths = random_lengths(seed)
     tokens, positions, cu_seqlens, longest = pack(lengths, model.args.vocab_size, seed)
     logits = model(tokens, positions, cu_seqlens, longest)
-    hf_logits = reference_logits(hf_model, tokens, lengths)
+    with InFloat64() if logits.dtype is torch.float64 else nullcontext():
+        hf_logits = reference_logits(hf_model, tokens, lengths)
     weight = torch.randn(hf_logits.shape, generator=torch.Generator().manual_seed(seed)).to(hf_logits.dtype)
     (logits * weight).sum().backward()
     (hf_logits * weight).sum().backward()

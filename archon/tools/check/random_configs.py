@@ -68,6 +68,13 @@ def _no_rope_layers(rng: random.Random, config: dict[str, Any], names: frozenset
     return [1] * config["num_hidden_layers"] if config["attention_bias"] else rng.choice([None, None, [1, 0, 1]])
 
 
+def _layer_thetas(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> list[float] | None:
+    """Return RoPE bases, 0 for a layer without positions; none of it if keys have a bias, as in `_no_rope_layers`."""
+    bases = (100.0, 10_000.0) if config["attention_bias"] else (0, 0, 100.0, 10_000.0)
+    thetas = [rng.choice(bases) for _ in range(config["num_hidden_layers"])]
+    return rng.choice([None, thetas, thetas, thetas])
+
+
 def _pick(*values: Any) -> Draw:
     return lambda rng, config, names: rng.choice(values)
 
@@ -141,6 +148,11 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
         ),
         # The gradient of a key bias is 0 in a layer without positions.
         "attention_bias": lambda rng, config, names: "full_attention" not in config["layer_types"],
+    },
+    "granite_swa": {
+        "layer_rope_theta": _layer_thetas,
+        # The gradient of a single sink may cancel.
+        "num_attention_heads": lambda rng, config, names: max(2, DRAWS["num_attention_heads"](rng, config, names)),
     },
     "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {

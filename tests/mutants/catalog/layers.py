@@ -111,4 +111,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "return [True for window",
         (f"{PARITY}[cohere2-0]", f"{PARITY}[cohere2-1]", f"{PARITY}[cohere2-2]"),
     ),
+    Mutant(
+        "every layer has the RoPE base of the first layer",
+        "models/granite_swa.py",
+        "theta=self.layer_thetas[layer]",
+        "theta=self.layer_thetas[0]",
+        (f"{PARITY}[granite_swa-0]", f"{PARITY}[granite_swa-1]", f"{PARITY}[granite_swa-2]"),
+    ),
+    Mutant(
+        "the float64 reference computes softmax in float32",
+        "archon/tools/check/oracle.py",
+        "torch.float64 if arg is torch.float32 else arg for name",
+        "arg for name",
+        (f"{PARITY}[granite_swa-16]", "tests/models/test_parity.py::test_in_float64_too"),
+    ),
 )
