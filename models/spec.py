@@ -36,6 +36,7 @@ ENTRY_POINT_GROUP = "archon.models"
 FAMILIES = (
     "arcee",
     "cohere2",
+    "deepseek_v2",
     "deepseek_v3",
     "ernie4_5",
     "exaone4",

@@ -66,8 +66,8 @@ class ExpertsLayer(FeedForwardSpec):
             the softmax over the chosen experts' logits.
         scale: factor on the weights.
         n_groups, top_groups: the experts form `n_groups` groups of neighbors. A token uses only experts of the
-            `top_groups` groups with the highest sum of their two best scores (DeepSeek-AI 2024, arXiv:2412.19437,
-            section 2.1.2).
+            `top_groups` groups with the highest sum of their `group_best` best scores (DeepSeek-AI 2024,
+            arXiv:2412.19437, section 2.1.2).
         fp32_logits: compute the router's logits in at least float32.
         router_bias: the router's linear layer has a bias.
         correction_bias: choose experts by score plus a bias that checkpoints store, see `Router`.
@@ -92,6 +92,7 @@ class ExpertsLayer(FeedForwardSpec):
     scale: float = 1.0
     n_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     fp32_logits: bool = False
     router_bias: bool = False
     correction_bias: bool = False
@@ -111,10 +112,11 @@ class ExpertsLayer(FeedForwardSpec):
                 "groups that divide the experts, and no more of them than there are"
             )
         size = self.n_experts // self.n_groups
-        if self.n_groups > 1 and (size < 2 or self.top_groups * size < self.top_k):
+        if self.n_groups > 1 and (size < self.group_best or self.top_groups * size < self.top_k):
             raise ConfigError(
                 f"{self.n_groups} groups have {size} experts each, and a token uses {self.top_k} experts of "
-                f"{self.top_groups} groups; expected at least 2 in each group, and enough in the chosen ones"
+                f"{self.top_groups} groups; expected at least {self.group_best} in each group, and enough in the "
+                "chosen ones"
             )
 
     def build(self, dim: int) -> MoE:
@@ -236,7 +238,7 @@ class Router(ConversionHook):
         """Return the k experts with the highest scores [T, E] among the best groups: [T, k]."""
         if self.spec.n_groups > 1:
             groups = scores.unflatten(-1, (self.spec.n_groups, -1))
-            best = groups.topk(2, dim=-1).values.sum(-1).topk(self.spec.top_groups, dim=-1).indices
+            best = groups.topk(self.spec.group_best, dim=-1).values.sum(-1).topk(self.spec.top_groups, dim=-1).indices
             excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             scores = groups.masked_fill(excluded.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(self.spec.top_k, dim=-1).indices

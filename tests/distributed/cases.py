@@ -227,6 +227,8 @@ MODELS["latent"] = DENSE | {
     "n_group": 4,
     "topk_group": 2,
 }
+# A softmax router that chooses the groups with the best experts.
+MODELS["best_groups"] = MODELS["latent"] | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}
 # Values wider than queries, which have no latent.
 MODELS["tied_latent"] = MODELS["latent"] | {"q_lora_rank": None, "v_head_dim": 18, "tie_word_embeddings": True}
 MODELS |= {

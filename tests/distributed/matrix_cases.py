@@ -378,6 +378,8 @@ BLOCKS: tuple[Case, ...] = (
     _case("c2t2", "tied_latent", "latents gathered in place of keys", context_parallel="allgather"),
     _pipeline("p2", "1f1b", "tied_latent", activation_checkpoint=FULL),
     _case("d2e2", "latent"),
+    _case("d2e2", "best_groups"),
+    _case("(attn:d1t2|ffn:d1t2)", "best_groups"),
     _case("(attn:d1t2|ffn:d1t2)", "tied_latent"),
 )
 

@@ -45,6 +45,7 @@ _LATENT: dict[str, Any] = {
     "topk_group": 2,
 }
 _OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": _LATENT | {"first_k_dense_replace": 1},
     "glm4_moe_lite": _LATENT,
     "kimi_k2": _LATENT | {"first_k_dense_replace": 1},

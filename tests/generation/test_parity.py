@@ -23,6 +23,7 @@ RAGGED = prompts(1, 2, 3, 4, 5, 8, 9, 17, 33)
 FAMILIES = {
     "arcee": ("arcee", {}),
     "cohere2": ("cohere2", {"layer_types": ("sliding_attention", "full_attention", "sliding_attention")}),
+    "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3-wide": ("deepseek_v3", {"q_lora_rank": None, "v_head_dim": 20, "attention_bias": True}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),

@@ -84,8 +84,10 @@ def test_another_familys_config_is_refused(name: str) -> None:
         Qwen3ModelArgs.from_hf_config(read(name))
 
 
-# The defaults of GLM-4.5 give 42 features to a head, of which half is odd; those of Qwen3-VL's tower another width.
+# The defaults of GLM-4.5 give 42 features to a head, of which half is odd; those of Qwen3-VL's tower another width;
+# DeepSeek-V2 has no default of chosen experts.
 NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},

@@ -102,6 +102,14 @@ OWN: dict[str, tuple[Feature, ...]] = {
     ),
     "arcee": (*BIASES, lambda c: c.hidden_act == "relu2", lambda c: c.mlp_bias, lambda c: not c.mlp_bias),
     "cohere2": (*BIASES, lambda c: len({*c.layer_types}) == 2, lambda c: len({*c.layer_types}) == 1),
+    "deepseek_v2": (
+        *BIASES,
+        *DENSE_FIRST,
+        lambda c: c.q_lora_rank is None,
+        lambda c: c.n_shared_experts > 1,
+        lambda c: c.topk_method == "greedy" and c.n_group > c.topk_group,
+        lambda c: c.topk_method == "group_limited_greedy" and c.n_group > c.topk_group,
+    ),
     "exaone4": (lambda c: len({*c.layer_types}) == 2,),
     "gemma2": (
         *BIASES,

@@ -154,6 +154,7 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
         # The gradient of a single sink may cancel.
         "num_attention_heads": lambda rng, config, names: max(2, DRAWS["num_attention_heads"](rng, config, names)),
     },
+    "deepseek_v2": {"n_group": _pick(2)},
     "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {
         # The gradient of a single sink may cancel.

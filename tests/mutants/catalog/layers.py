@@ -125,4 +125,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "arg for name",
         (f"{PARITY}[granite_swa-16]", "tests/models/test_parity.py::test_in_float64_too"),
     ),
+    Mutant(
+        "the groups of DeepSeek-V2 are chosen by the sum of their two best experts",
+        "models/deepseek_v2.py",
+        "normalize=False, group_best=1)",
+        "normalize=False)",
+        (f"{PARITY}[deepseek_v2-0]", f"{PARITY}[deepseek_v2-1]", f"{PARITY}[deepseek_v2-13]"),
+    ),
 )
