@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from archon.models.args.latent import LATENT_FIELDS, LATENT_HF_MAP, LatentModelArgs
-from archon.models.args.moe import GROUP_ROUTED_FIELDS
+from archon.models.args.moe import GROUP_ROUTED_FIELDS, pop_mlp_layer_types
 from archon.models.base import BaseArchonModel
 from archon.models.hf.checks import check_kind, reject_field
 from archon.models.hf.config import as_dict, dense_fields, with_defaults
@@ -40,16 +40,8 @@ class Glm4MoELiteModelArgs(LatentModelArgs):
         transformers ignores `first_k_dense_replace`; it must agree with `mlp_layer_types`.
         """
         config = as_dict(hf_config)
-        kinds, first = config.pop("mlp_layer_types", None), config.pop("first_k_dense_replace", None)
-        if kinds is not None:
-            if not isinstance(kinds, list | tuple) or any(kind not in ("dense", "sparse") for kind in kinds):
-                reject_field("mlp_layer_types", kinds, "expected dense or sparse for each layer")
-            first_sparse = [*kinds, "sparse"].index("sparse")
-            later_dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense" and layer > first_sparse)
-            kwargs = {"n_dense_layers": first_sparse, "mlp_only_layers": later_dense} | kwargs
+        first, kwargs = config.pop("first_k_dense_replace", None), pop_mlp_layer_types(config) | kwargs
         args = super().from_hf_config(config, is_critic, **kwargs)
-        if kinds is not None and len(kinds) != args.n_layers:
-            reject_field("mlp_layer_types", kinds, f"expected one for each of {args.n_layers} layers")
         dense_layers = [layer for layer in range(args.n_layers) if not args.is_sparse(layer)]
         count = None if first is None else min(check_kind("first_k_dense_replace", first, int), args.n_layers + 1)
         if count is not None and dense_layers != [*range(count)]:

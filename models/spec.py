@@ -49,6 +49,7 @@ FAMILIES = (
     "granite",
     "granite_swa",
     "granitemoe",
+    "hy_v3",
     "kimi_k2",
     "llama",
     "minimax_m2",

@@ -94,6 +94,20 @@ class MoEModelArgs(BaseModelArgs):
         return config, extra
 
 
+def pop_mlp_layer_types(config: dict[str, Any]) -> dict[str, Any]:
+    """Remove `mlp_layer_types` (dense or sparse per layer), and return the arguments of `MoEModelArgs` for it."""
+    kinds, n_layers = config.pop("mlp_layer_types", None), config.get("num_hidden_layers")
+    if kinds is None:
+        return {}
+    if not isinstance(kinds, list | tuple) or any(kind not in ("dense", "sparse") for kind in kinds):
+        reject_field("mlp_layer_types", kinds, "expected dense or sparse for each layer")
+    if n_layers is not None and len(kinds) != n_layers:
+        reject_field("mlp_layer_types", kinds, f"expected one for each of {n_layers} layers")
+    first_sparse = [*kinds, "sparse"].index("sparse")
+    later_dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense" and layer > first_sparse)
+    return {"n_dense_layers": first_sparse, "mlp_only_layers": later_dense}
+
+
 # For `hf_examples`: the normalized weight of a single expert is always 1, which leaves the router without a gradient.
 SEVERAL_EXPERTS = {"num_experts_per_tok": (2, 3, 4)}
 # Experts of Mixtral and MiniMax-M2, in every layer.

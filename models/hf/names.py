@@ -79,11 +79,14 @@ BLOCK_SPARSE_HF_MAP: dict[str, str | Fused | None] = {
 }
 
 
-# Parts of names in the checkpoints of Granite, and in transformers' in-memory models.
+# Parts of names in the checkpoints of Granite and Hunyuan, and in transformers' in-memory models.
 _IN_MEMORY = {
     ".block_sparse_moe.router.layer.": ".block_sparse_moe.router.",
     ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
     ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+    ".mlp.router.gate.": ".mlp.gate.",
+    ".mlp.expert_bias": ".mlp.e_score_correction_bias",
+    ".mlp.shared_mlp.": ".mlp.shared_experts.",
 }
 
 

@@ -61,6 +61,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": _SLIDING_FIRST,
         "layer_rope_theta": [1000.0, 0, 100.0],
     },
+    "hy_v3": {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16},
     "granite": {
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.5,

@@ -27,6 +27,7 @@ FAMILIES = {
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3-wide": ("deepseek_v3", {"q_lora_rank": None, "v_head_dim": 20, "attention_bias": True}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "hy_v3": ("hy_v3", {}),
     "kimi_k2": ("kimi_k2", {}),
     "gemma3_text": ("gemma3_text", {"sliding_window": 6}),
     "gemma3_text-uncapped": ("gemma3_text", {"sliding_window": 6, "final_logit_softcapping": None}),

@@ -127,6 +127,7 @@ OWN: dict[str, tuple[Feature, ...]] = {
         lambda c: len({*c.layer_rope_theta} - {0}) == 2,
     ),
     "granitemoe": (*BIASES, lambda c: 1 < c.num_experts_per_tok < c.num_local_experts),
+    "hy_v3": (*BIASES, *DENSE_LAYERS, lambda c: c.num_shared_experts > 1),
     "olmo2": BIASES,
     "olmoe": (*BIASES, lambda c: c.norm_topk_prob, lambda c: not c.norm_topk_prob),
     "seed_oss": (*BIASES, lambda c: c.attention_out_bias, lambda c: not c.attention_out_bias),

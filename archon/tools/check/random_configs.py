@@ -155,6 +155,7 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
         "num_attention_heads": lambda rng, config, names: max(2, DRAWS["num_attention_heads"](rng, config, names)),
     },
     "deepseek_v2": {"n_group": _pick(2)},
+    "hy_v3": {"mlp_layer_types": _mlp_layer_types},
     "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {
         # The gradient of a single sink may cancel.

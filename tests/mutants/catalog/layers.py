@@ -132,4 +132,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "normalize=False)",
         (f"{PARITY}[deepseek_v2-0]", f"{PARITY}[deepseek_v2-1]", f"{PARITY}[deepseek_v2-13]"),
     ),
+    Mutant(
+        "dense layers of mlp_layer_types after the first layer with experts have experts too",
+        "models/args/moe.py",
+        '"mlp_only_layers": later_dense}',
+        '"mlp_only_layers": ()}',
+        (f"{PARITY}[hy_v3-15]",),
+    ),
 )
