@@ -14,7 +14,7 @@ from archon.models.attention.meta import AttentionMeta
 from archon.models.attention.spec import AttentionSpec, LayerIndex
 from archon.models.cpu.fused import norm_and_rotate, rotate
 from archon.models.layers.linear import Linear, Role, project
-from archon.models.layers.norm import FullWidthRMSNorm, NormSpec, RMSNorm
+from archon.models.layers.norm import FullWidthRMSNorm, LayerNorm, NormSpec, RMSNorm
 from archon.models.layers.rope import RopeSpec, Rotation
 from archon.models.layers.spec import MixerSpec
 from archon.parallel.comm import Group, all_gather, local
@@ -98,19 +98,19 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(s.n_heads)) if s.sinks else None
 
     @staticmethod
-    def _qk_norm(s: AttentionLayer, heads: int) -> RMSNorm | None:
+    def _qk_norm(s: AttentionLayer, heads: int) -> RMSNorm | LayerNorm | None:
         if s.qk_norm is None:
             return None
         if s.full_width_qk_norm:
             return FullWidthRMSNorm(heads, s.head_dim, s.qk_norm)
         return s.qk_norm.build(s.head_dim, "head_norm")
 
-    def _normed(self, norm: RMSNorm | None, x_THK: Tensor) -> Tensor:
+    def _normed(self, norm: RMSNorm | LayerNorm | None, x_THK: Tensor) -> Tensor:
         if norm is None:
             return x_THK
         return norm(x_THK.flatten(-2)).view_as(x_THK) if isinstance(norm, FullWidthRMSNorm) else norm(x_THK)
 
-    def _rotated(self, norm: RMSNorm | None, x_THK: Tensor, rotation: Rotation | None) -> Tensor:
+    def _rotated(self, norm: RMSNorm | LayerNorm | None, x_THK: Tensor, rotation: Rotation | None) -> Tensor:
         """Apply the layer's norm and rotation, if it has them, to x [T, H, K]."""
         if rotation is None:
             return self._normed(norm, x_THK)

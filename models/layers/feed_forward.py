@@ -133,5 +133,7 @@ class FeedForward(nn.Module):
         if self.tp is not None:
             x = all_gather(x, self.tp)
         *gate, up = project(x, self.input_projections(), lora_mapping)
-        hidden = gated_activation(self.act, gate[0], up) if gate else self.act(up)
-        return self.w2(hidden, lora_mapping)
+        if gate:
+            return self.w2(gated_activation(self.act, gate[0], up), lora_mapping)
+        assert not isinstance(self.act, ClampedSwiGLU), "it needs a gate"
+        return self.w2(self.act(up), lora_mapping)

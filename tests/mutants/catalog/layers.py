@@ -72,8 +72,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a feed-forward network without a gate gates its input with itself",
         "models/layers/feed_forward.py",
-        "else self.act(up)",
-        "else gated_activation(self.act, up, up)",
+        "self.w2(self.act(up), lora_mapping)",
+        "self.w2(gated_activation(self.act, up, up), lora_mapping)",
         (f"{PARITY}[arcee-0]",),
     ),
     Mutant(
