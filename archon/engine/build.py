@@ -15,7 +15,7 @@ import torch
 
 from archon.checkpoint.hf_io import load_spec, materialize
 from archon.checkpoint.hf_reader import load_hf_weights
-from archon.checkpoint.peft.reader import read_sizes
+from archon.checkpoint.peft.reader import read_peft_config, read_sizes
 from archon.checkpoint.peft.writer import require_writable
 from archon.engine.threads import use_all_threads
 from archon.models.args.base import BaseModelArgs
@@ -240,7 +240,16 @@ def check_stages(layout: ResolvedLayout, loras: Mapping[str, LoRASize]) -> None:
 
 def lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[str, LoRASize]:
     """Return the sizes of a fresh LoRA, or the sizes in the folder `config.path`."""
-    return resolve_lora_sizes(adapter, config) if config.path is None else read_sizes(config.path, adapter)
+    sizes = resolve_lora_sizes(adapter, config) if config.path is None else read_sizes(config.path, adapter)
+    dropout = lora_dropout(config)
+    return {name: replace(size, dropout=dropout) for name, size in sizes.items()}
+
+
+def lora_dropout(config: LoRASpec) -> float:
+    """Return the configured dropout, or else the dropout of the folder `config.path`."""
+    if config.dropout is None:
+        return 0.0 if config.path is None else read_peft_config(config.path).dropout
+    return config.dropout
 
 
 def require_exportable(config: EngineConfig, name: str) -> None:

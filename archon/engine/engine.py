@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from archon.engine.threads import adjust_threads
 from archon.engine.train_step import BatchLoss, LossGroup, MicroBatchRunner, lora_groups, total_weight
 from archon.engine.watchdog import StallWatchdog
 from archon.models.layers.routed_experts import check_replay
+from archon.models.lora.dropout import hash_text
 from archon.models.lora.mapping import NO_LORA
 from archon.models.lora.model import disable_lora, share_frozen
 from archon.parallel.gather import full_tensors
@@ -168,6 +170,10 @@ class ArchonEngine(EngineIO):
         built, runner = self.built, self.built.runner
         packed, parts = self._split(batch, temperature)
         batch_loss = self._batch_loss(parts, loss_fn, loss_weight_fn, temperature)
+        if self.lora and self.config.optimizer is not None and any(size.dropout for size in self.lora.values()):
+            assert self.config.lora is not None
+            dropout_seed = hash_text(f"{self.config.lora.seed} {self.step}")
+            parts = [replace(mb, dropout_seed=dropout_seed) for mb in parts]
         # 2. Run all micro-batches forward and backward.
         if not self.model.training:
             self.model.train()

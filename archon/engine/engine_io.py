@@ -268,7 +268,7 @@ class EngineIO:
         if not lora_sizes:
             return model
         described: dict[str | None, Any] = {
-            name: {matrix: asdict(size) for matrix, size in sizes.items()} for name, sizes in lora_sizes.items()
+            name: {matrix: _fingerprint(size) for matrix, size in sizes.items()} for name, sizes in lora_sizes.items()
         }
         # The digest is read once for a base: a save must not wait for the heads of its tensors.
         if self._digest is None or self._digest[0] != self._base:
@@ -463,3 +463,8 @@ class EngineIO:
                 "an error interrupted an earlier train_batch, and its gradients cannot be undone; "
                 "call initialize() and load the last checkpoint"
             )
+
+
+def _fingerprint(size: LoRASize) -> dict[str, Any]:
+    """Return the fields of a size; no dropout is left out, as in checkpoints of versions without dropout."""
+    return {name: value for name, value in asdict(size).items() if name != "dropout" or value}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,18 +11,19 @@ from torch.optim import Optimizer
 
 from archon.checkpoint.hf_io import load_spec
 from archon.checkpoint.hf_reader import require_shapes
-from archon.checkpoint.peft.reader import load_lora, read_peft_config
+from archon.checkpoint.peft.reader import load_lora
 from archon.engine.agreement import require_same_engine
 from archon.engine.build import (
     ModelBuilder,
     check_model,
     check_stages,
+    lora_dropout,
     lora_sizes,
     lora_specs,
     model_options,
     resolve_device,
 )
-from archon.engine.lora import LoRATrainer, check_multi_lora
+from archon.engine.lora import LoRATrainer, check_loras
 from archon.engine.memory.recompute import resolve_auto
 from archon.engine.optim import LRSchedule, build_optimizer, check_schedule
 from archon.engine.pipeline_step import PipelineRunner
@@ -39,7 +39,6 @@ from archon.models.layers.delta_rule import require_delta_rule
 from archon.models.lora.targets import LoRASize
 from archon.models.spec import ModelSpec
 from archon.parallel.compile import compile_enabled
-from archon.parallel.control_plane import ControlPlane
 from archon.parallel.fsdp import is_sharded
 from archon.parallel.mixed_precision import has_mixed_precision
 from archon.parallel.pipeline import StagedModel
@@ -49,8 +48,6 @@ from archon.parallel.ranks import SOLO, Ranks, stage_group
 from archon.parallel.resolve import ResolvedLayout, resolve_layout
 from archon.schema.config import EngineConfig
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class BuiltEngine:
@@ -59,7 +56,7 @@ class BuiltEngine:
     Attributes:
         model: the model, or this rank's stages of a pipeline.
         lora_sizes: matrix sizes of each LoRA by name; the name is None in a model with one LoRA.
-        lora_dropouts: `lora_dropout` of each loaded LoRA by name; exports keep it.
+        lora_dropouts: the dropout of each LoRA by name, for exports.
         loras: the trainers of a multi-LoRA model by name.
         optimizer: the optimizer; None without one and in a multi-LoRA model.
         scheduler: the learning-rate schedule of `optimizer`.
@@ -105,7 +102,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
     for matrices in sizes.values():
         check_stages(layout, matrices)
     lora_names = tuple(name for name in sizes if name is not None)
-    check_multi_lora(config, layout, total_steps, sizes)
+    check_loras(config, layout, total_steps, adapter, sizes)
     builder = ModelBuilder(config, spec, args, layout, device, sizes)
     backend = resolve_backend(config.attn_type, device, builder.compute_dtype)
     require_delta_rule(config.delta_rule, device, builder.compute_dtype)
@@ -149,7 +146,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
 
     # 4. Load the weights. A dry run has no weights to read, and only the sizes of the folder's LoRAs.
     builder.load_weights(model, adapter)
-    dropouts = {} if config.init_from_scratch else _load_loras(config, model, adapter, sizes)
+    _load_loras(config, model, adapter, sizes)
 
     # 5. Make the optimizers: one per LoRA of a multi-LoRA model.
     loras = {name: LoRATrainer(name, model, sizes[name], config, total_steps) for name in lora_names}
@@ -178,7 +175,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
         model,
         builder,
         sizes,
-        dropouts,
+        {name: lora_dropout(shape) for name, shape in lora_specs(config).items()},
         loras,
         optimizer,
         scheduler,
@@ -195,18 +192,8 @@ def _load_loras(
     model: BaseArchonModel | StagedModel,
     adapter: BaseStateDictAdapter,
     sizes: Mapping[str | None, dict[str, LoRASize]],
-) -> dict[str | None, float]:
-    """Load the LoRAs that the configuration names by path, and return their `lora_dropout` by name."""
-    dropouts = {}
+) -> None:
+    """Load the LoRAs that the configuration names by path."""
     for name, shape in lora_specs(config).items():
-        if shape.path is None:
-            continue
-        load_lora(shape.path, model, adapter, sizes[name], name)
-        dropouts[name] = read_peft_config(shape.path).dropout
-        if dropouts[name] and config.optimizer is not None and ControlPlane.world().is_main:
-            logger.warning(
-                "%s: lora_dropout is %g; archon trains LoRAs without dropout, and exports keep the field",
-                shape.path,
-                dropouts[name],
-            )
-    return dropouts
+        if shape.path is not None and not config.init_from_scratch:
+            load_lora(shape.path, model, adapter, sizes[name], name)

@@ -24,6 +24,7 @@ from archon.checkpoint.safetensors_file import LazyTensor
 from archon.checkpoint.state_tree import Shard
 from archon.engine.optim import LRSchedule, SkippedSteps, build_optimizer, check_schedule, clip_gradients
 from archon.engine.state import load_optimizer_state, optimizer_state
+from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import single_lora_names
 from archon.models.lora.targets import VISION_PREFIX, LoRASize
 from archon.parallel.compile import compile_enabled
@@ -109,16 +110,19 @@ def lora_optimization(
     return optimizer, lora.scheduler or config.scheduler, lora.total_steps or total_steps
 
 
-def check_multi_lora(
+def check_loras(
     config: EngineConfig,
     layout: ResolvedLayout,
     total_steps: int | None,
+    adapter: BaseStateDictAdapter,
     sizes: Mapping[str | None, Mapping[str, LoRASize]],
 ) -> None:
-    """Raise ConfigError for compiled blocks, LoRAs of a vision encoder, and invalid schedules.
+    """Raise ConfigError for dropout that training does not support, and for invalid schedules of several LoRAs.
 
-    A vision encoder's rows are patches, and patches belong to no document.
+    Several LoRAs support no compiled blocks and no LoRA of a vision encoder: a vision encoder's rows are patches, and
+    patches belong to no document.
     """
+    _check_dropout(config, layout, adapter, sizes)
     if config.lora is None or config.lora.loras is None:
         return
     if layout.compiled:
@@ -136,3 +140,33 @@ def check_multi_lora(
         optimizer, scheduler, end = lora_optimization(lora, config, total_steps)
         if optimizer is not None:
             check_schedule(scheduler, end)
+
+
+def _check_dropout(
+    config: EngineConfig,
+    layout: ResolvedLayout,
+    adapter: BaseStateDictAdapter,
+    sizes: Mapping[str | None, Mapping[str, LoRASize]],
+) -> None:
+    """Raise ConfigError where training cannot drop the inputs of a LoRA.
+
+    Rows of experts and of the vision encoder have no keys of tokens; PEFT refuses stacked experts as well.
+    """
+    if config.optimizer is None:
+        return
+    for name, matrices in sizes.items():
+        dropped = {matrix: size.dropout for matrix, size in matrices.items() if size.dropout}
+        if not dropped:
+            continue
+        field = "lora.dropout" if name is None else f"lora.loras.{name}.dropout"
+        has = f"{field} is {next(iter(dropped.values())):g}, and"
+        if name is not None:
+            raise ConfigError(f"{has} multi-LoRA trains without dropout; set it to 0, or train this LoRA alone")
+        if layout.compiled:
+            raise ConfigError(f"{has} compiled blocks do not support dropout; set it to 0, or compile to false")
+        for matrix in dropped:
+            if matrix.startswith(VISION_PREFIX) or len(adapter.native_shapes[matrix]) > 2:
+                kind = "the vision encoder" if matrix.startswith(VISION_PREFIX) else "experts"
+                raise ConfigError(
+                    f"{has} LoRA matrices of {kind} do not support dropout; set it to 0, or leave them out of targets"
+                )

@@ -92,10 +92,14 @@ class TokenOrder:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Documents of one forward and the order of their tokens, on the CPU."""
+    """Documents of one forward and the order of their tokens, on the CPU.
+
+    `dropout_seed` is the seed of LoRA dropout in this step; None without dropout and outside training.
+    """
 
     documents: PackedBatch
     order: TokenOrder
+    dropout_seed: int | None = None
 
     @property
     def n_computed_tokens(self) -> int:

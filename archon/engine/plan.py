@@ -21,6 +21,7 @@ from archon.models.attention.meta import AttentionMeta, PackedAttention, PrefixA
 from archon.models.base import ModelInputs
 from archon.models.layers.head import IGNORE_INDEX
 from archon.models.layers.routed_experts import UNKNOWN_EXPERT
+from archon.models.lora.dropout import token_keys
 from archon.models.lora.mapping import NO_LORA, LoRAMapping
 from archon.models.vision.images import PackedImages
 from archon.parallel.context import ContextPlan, SequenceShard, TokenShard, contiguous_plan, zigzag_plan
@@ -45,7 +46,7 @@ class ForwardPlan:
         label_rows: int64, the indices of labels other than -100; None for a critic.
         images: the images of this rank's tokens; None if no rank has one.
         routed_experts: the experts to replay for this rank's tokens; None without them.
-        lora_mapping: the LoRA of each token on this rank; None without multi-LoRA.
+        lora_mapping: the LoRA of each token on this rank; None without multi-LoRA and LoRA dropout.
         attn_type: the attention backend.
         gathers_keys: whether context parallelism gathers keys, else it exchanges heads.
     """
@@ -177,6 +178,10 @@ class ForwardPlanner:
             ids = order.computed(documents.token_lora_ids())
             ids = ids if shard is None else shard.take_cpu(ids, NO_LORA)
             lora_mapping = LoRAMapping.of(self.lora_names, ids, device, tp=tp)
+        elif mb.dropout_seed is not None:
+            keys = order.computed(token_keys(documents.tokens, documents.lengths, mb.dropout_seed))
+            keys = keys if shard is None else shard.take_cpu(keys, 0)
+            lora_mapping = LoRAMapping.for_dropout(keys, device, tp=tp)
         # 4. Copy the documents to the device.
         documents, order = documents.to(device), order.to(device)
         experts = None if documents.routed_experts is None else order.computed(documents.routed_experts)

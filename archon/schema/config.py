@@ -292,7 +292,13 @@ class LoRASpec(StrictModel):
         description="initialization. zero: A uniform like the weight of a linear layer, B zero, so training starts at "
         "the base model; gaussian: A normal with standard deviation 1 / rank, B zero; random: both uniform",
     )
-    seed: int = Field(0, ge=0, description="seed of the initialization")
+    dropout: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="probability of dropping an input feature of a LoRA in training; null: lora_dropout of path, or 0",
+    )
+    seed: int = Field(0, ge=0, description="seed of the initialization and of dropout")
     export_experts: Literal["stacked", "per_expert"] = Field(
         "stacked",
         description="LoRA of experts in a PEFT export. stacked: one tensor for all experts, as in transformers 5; "
@@ -314,7 +320,7 @@ class LoRASpec(StrictModel):
                 NamePatterns(getattr(self, field))
             except ValueError as error:
                 raise ValueError(f"{field} has {error}") from None
-        fresh_fields = LoRASpec.model_fields.keys() - {"path", "export_experts"}
+        fresh_fields = LoRASpec.model_fields.keys() - {"path", "export_experts", "dropout", "seed"}
         fresh = self.model_dump(exclude_defaults=True).keys() & fresh_fields
         if self.path is not None and fresh:
             raise ValueError(

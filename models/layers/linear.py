@@ -81,7 +81,8 @@ class Linear(nn.Linear):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, lora_mapping: LoRAMapping | None) -> Tensor:
         if self.fp8 is not None:
             return self.apply_lora(fp8_linear(x, weight, bias, self.fp8), x, lora_mapping)
-        if isinstance(self.lora, LoRALayer) and self.lora.enabled:
+        drops = lora_mapping is not None and lora_mapping.dropout_keys is not None
+        if isinstance(self.lora, LoRALayer) and self.lora.enabled and not drops:
             return lora_linear(x, weight, bias, *self.lora.parts(x.dtype, self.rows), self.lora.scale)
         return self.apply_lora(linear(x, weight, bias), x, lora_mapping)
 
@@ -91,10 +92,19 @@ class Linear(nn.Linear):
             return out
         if isinstance(self.lora, LoRALayer):
             a, b = self.lora.parts(x.dtype, self.rows)
-            return torch.addmm(out, linear(x, a), b.t(), alpha=self.lora.scale)
+            dropout, scale = self.lora.dropout, self.lora.scale
+            keys = None if lora_mapping is None else self._local_rows(lora_mapping).dropout_keys
+            if dropout is not None and keys is not None:
+                shard = self.tp.rank if self.tp is not None and self.role == "row" else 0
+                x = dropout.apply(x, keys, shard * x.shape[1])
+                scale /= 1 - dropout.probability
+            return torch.addmm(out, linear(x, a), b.t(), alpha=scale)
         if lora_mapping is None:
             return out
-        return self.lora(out, x, lora_mapping.local_rows if self.role == "latent" else lora_mapping, self.rows)
+        return self.lora(out, x, self._local_rows(lora_mapping), self.rows)
+
+    def _local_rows(self, lora_mapping: LoRAMapping) -> LoRAMapping:
+        return lora_mapping.local_rows if self.role == "latent" else lora_mapping
 
 
 def project(x: Tensor, layers: Sequence[Linear], lora_mapping: LoRAMapping | None) -> list[Tensor]:

@@ -23,6 +23,7 @@ from archon.models.layers.matmul import (
     padded_group_width,
     supports_grouped_mm,
 )
+from archon.models.lora.dropout import LoRADropout
 from archon.models.lora.mapping import LoRAMapping
 from archon.parallel.comm import local
 from archon.parallel.transfer import to_device_async
@@ -35,10 +36,12 @@ class LoRALayer(nn.Module):
         a, b: [r, in] and [out, r]; [E, r, in] and [E, out, r] for E `experts`.
         scale: factor on b a.
         casts_parameters: a and b may be wider than the compute dtype; `parts` rounds them.
+        dropout: dropout of its input in training; None without.
         enabled: whether the layer adds it; see `archon.models.lora.model.disable_lora`.
     """
 
     casts_parameters: ClassVar[bool] = True
+    dropout: LoRADropout | None = None
     enabled = True
 
     def __init__(

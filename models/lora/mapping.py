@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -25,6 +25,7 @@ class LoRAMapping:
         names: names of the n LoRAs.
         ids: int64 [T], index into `names`, n for a row without a LoRA.
         counts: int64 [n + 1], rows of each LoRA, rows without one last; [n] if every row has one.
+        dropout_keys: int64 [T], the hash of each token for LoRA dropout; None outside training and without dropout.
         order, inverse: int64 [T], the permutation that sorts rows by id, and its inverse; None if they are sorted.
         tp_shard: mapping of this rank's token shard, which latent layers and experts compute under tensor parallelism.
             None without a shard.
@@ -38,6 +39,7 @@ class LoRAMapping:
     tp_shard: LoRAMapping | None = None
     on_host: Tensor | None = None
     """`ids` on the CPU, if the host knows them."""
+    dropout_keys: Tensor | None = None
 
     @classmethod
     def of(cls, names: Sequence[str], ids: Tensor, device: torch.device, *, tp: Group | None = None) -> LoRAMapping:
@@ -59,6 +61,15 @@ class LoRAMapping:
             order, inverse = (to_device_async(x, device) for x in (rows, rows.argsort()))
         counts = to_device_async(ids.bincount(minlength=len(names)), device)
         return cls(tuple(names), to_device_async(ids, device), counts, order, inverse, tp_shard, ids)
+
+    @classmethod
+    def for_dropout(cls, keys: Tensor, device: torch.device, *, tp: Group | None = None) -> LoRAMapping:
+        """Return the mapping of rows of a single-LoRA model with the dropout keys int64 [T] on the CPU; see `of`."""
+        mapping = cls.of((), torch.zeros_like(keys), device, tp=tp)
+        shard = mapping.tp_shard
+        if shard is not None and tp is not None:
+            shard = replace(shard, dropout_keys=to_device_async(keys.chunk(tp.size)[tp.rank], device))
+        return replace(mapping, tp_shard=shard, dropout_keys=to_device_async(keys, device))
 
     @cached_property
     def host_ids(self) -> Tensor:
@@ -117,4 +128,5 @@ class LoRAMapping:
 
     def gathered(self, group: Group) -> LoRAMapping:
         """Return the mapping of the rows of all ranks, in the order of `all_gather`."""
-        return LoRAMapping.on_device(self.names, all_gather(self.ids, group))
+        keys = None if self.dropout_keys is None else all_gather(self.dropout_keys, group)
+        return replace(LoRAMapping.on_device(self.names, all_gather(self.ids, group)), dropout_keys=keys)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from archon.models.layers.moe import GroupedExperts
+from archon.models.lora.dropout import LoRADropout, hash_text
 from archon.models.lora.layers import LoRALayer, MultiLoRALayer
 from archon.models.lora.targets import LoRASize
 from archon.schema.errors import ConfigError
@@ -51,6 +52,8 @@ def add_lora(model: nn.Module, sizes: Mapping[str, LoRASize], dtype: torch.dtype
             module.lora[matrix] = _with_name(dict(module.lora).get(matrix), lora, lora_name)
         else:
             lora = LoRALayer(module.in_features, module.out_features, size.rank, size.scale).to(dtype)
+            if size.dropout:
+                lora.dropout = LoRADropout(size.dropout, hash_text(name))
             module.lora = _with_name(module.lora, lora, lora_name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from archon.models.hf.state_dict import BaseStateDictAdapter
@@ -24,11 +24,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class LoRASize:
-    """LoRA rank and alpha; the scale is alpha / rank."""
+    """LoRA rank and alpha; the scale is alpha / rank. Sizes with different `dropout` are equal."""
 
     rank: int
     alpha: float
     rslora: bool
+    dropout: float = field(default=0.0, compare=False)
 
     @property
     def scale(self) -> float:

@@ -422,6 +422,8 @@ EXPERTS: tuple[Case, ...] = (
 # Adapters on frozen weights. Both parts of each begin as random numbers, so that both have a gradient; the classic
 # mistakes, a sum over ranks that is missing or taken twice, show in the weights after several steps as well.
 LORA = {"lora": {"rank": 3, "alpha": 5.0, "init": "random"}}
+DROPOUT = {"lora": {**LORA["lora"], "dropout": 0.3}}
+LATENT_DROPOUT = {"lora": {**DROPOUT["lora"], "targets": ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}}
 # The base has bfloat16's values, from a checkpoint in it, and the adapters have all digits.
 NARROW_BASE = {"base": "bfloat16"}
 LORA_CASES: tuple[Case, ...] = (
@@ -441,6 +443,11 @@ LORA_CASES: tuple[Case, ...] = (
     _case("(attn:d1t2|ffn:d1t2)", "sinks", "adapters of experts with biases", **LORA),
     _case("t2", "latent", **LORA),
     _case("t2", "delta", **LORA),
+    _case("t2", "dense", "features of a rank dropped as in one process", **DROPOUT),
+    _case("c2t2", "tied", context_parallel="ulysses", **DROPOUT),
+    _case("c2", "latent", context_parallel="allgather", **LATENT_DROPOUT),
+    _case("t2", "latent", "rows of a rank dropped as in one process", **LATENT_DROPOUT),
+    _pipeline("p2", "1f1b", "tied", activation_checkpoint=FULL, **DROPOUT),
     _case("d2", "tied", **LORA, **NARROW_BASE),
     _case("t4", "few_kv", "adapters of key heads that ranks share", **LORA, **NARROW_BASE),
     _case("c2", "dense", context_parallel="allgather", **LORA, **NARROW_BASE),

@@ -72,18 +72,13 @@ def test_archon_computes_with_pefts_adapter_what_peft_does(model_type: str, tmp_
     assert difference(logits_of(engine), their_logits(model)) <= TOLERANCE
 
 
-def test_dropout_of_a_loaded_lora_is_named_and_kept(
-    adapter: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dropout_of_a_loaded_lora_is_kept(adapter: tuple[Path, Path], tmp_path: Path) -> None:
     base, folder = adapter
     shutil.copytree(folder, tmp_path / "lora")
     file = tmp_path / "lora" / "adapter_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"lora_dropout": 0.05}))
-    engine_of(base, lora={"path": str(tmp_path / "lora")}, optimizer=None)
-    assert "lora_dropout" not in caplog.text, "it does not matter without training"
     engine = engine_of(base, lora={"path": str(tmp_path / "lora")}, optimizer={})
-    assert f"{tmp_path / 'lora'}: lora_dropout is 0.05; archon trains LoRAs without dropout" in caplog.text
     engine.save(tmp_path / "out", format="peft")
     export_lora(tmp_path / "lora", tmp_path / "again", base)
     for name in ("out", "again"):

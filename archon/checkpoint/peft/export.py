@@ -131,7 +131,7 @@ def export_lora(
     adapter = load_spec(base).adapter
     lora = read_lora_weights(path, adapter, base, lora_name)
     tokenizer = saved_tokenizer(path) or base
-    dropout = read_peft_config(path).dropout if is_peft_folder(path) else 0.0
+    dropout = read_peft_config(path).dropout if is_peft_folder(path) else next(iter(lora.sizes.values())).dropout
     save_lora(
         target, adapter, lora.sizes, lora.tensors, base=str(base), experts=experts, tokenizer=tokenizer, dropout=dropout
     )

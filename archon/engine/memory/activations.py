@@ -103,13 +103,14 @@ class MicroBatchShard:
 
 @dataclass(frozen=True)
 class LoRAMatrix:
-    """Matrix with a LoRA: name in the layer (such as attention.wq), role, features, and LoRA rank."""
+    """Matrix with a LoRA: name in the layer (such as attention.wq), role, features, LoRA rank and dropout."""
 
     name: str
     role: str
     in_features: int
     out_features: int
     rank: int
+    has_dropout: bool = False
 
     def active_parameters(self, network: FeedForwardSpec) -> int:
         """Return the LoRA parameters that a token uses in a layer with this feed-forward network."""
@@ -165,7 +166,7 @@ def block_activations(
         names = {matrix.name for matrix in lora}
         kept = [t.name not in _INPUTS or not names.isdisjoint(_INPUTS[t.name]) for t in tensors]
         tensors = [t if keep else replace(t, saved=False) for t, keep in zip(tensors, kept, strict=True)]
-        tensors += [tensor for matrix in lora for tensor in _lora_tensors(matrix, layer.feed_forward, shard)]
+        tensors += [tensor for matrix in lora for tensor in lora_tensors(matrix, layer.feed_forward, shard)]
     # The gradient of the block's output is alive during the network's backward.
     return BlockActivations(tuple(tensors), working + hidden)
 
@@ -204,7 +205,7 @@ def _traced_activations(dim: int, layer: LayerSpec, shard: MicroBatchShard, unkn
     return BlockActivations(tensors, scaled(traced.working))
 
 
-def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatchShard) -> list[SavedTensor]:
+def lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatchShard) -> list[SavedTensor]:
     """Return the tensors of a LoRA: x a, which it saves, and x a b."""
     layout, split = shard.layout, matrix.role == "column"
     if matrix.role == "experts":
@@ -213,7 +214,11 @@ def _lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatc
     else:
         rows = shard.rows if matrix.role == "latent" else shard.tokens
         out_features = matrix.out_features // (layout.tp if split else 1)
+    in_features = matrix.in_features // (layout.tp if matrix.role == "row" else 1)
+    dropped = rows * in_features * (shard.bytes + 1)  # and its mask
+    dropout = [SavedTensor(f"{matrix.name}: dropout [rows, in]", dropped)] if matrix.has_dropout else []
     return [
+        *dropout,
         SavedTensor(f"{matrix.name}: x a [rows, r]", rows * matrix.rank * shard.bytes, is_op=True),
         SavedTensor(f"{matrix.name}: x a b [rows, out]", rows * out_features * shard.bytes, saved=False, is_op=True),
     ]

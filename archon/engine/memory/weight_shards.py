@@ -189,4 +189,4 @@ def _lora_matrices(block: nn.Module) -> Iterator[LoRAMatrix]:
         for matrix, lora in _lora_layers(module):
             full = f"{name}.{matrix}" if matrix else name
             rank, in_features = lora.a.shape[-2:]
-            yield LoRAMatrix(full, str(module.role), in_features, lora.b.shape[-2], rank)
+            yield LoRAMatrix(full, str(module.role), in_features, lora.b.shape[-2], rank, lora.dropout is not None)

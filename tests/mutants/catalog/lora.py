@@ -12,6 +12,7 @@ WRITTEN = f"{LAYOUTS}::test_peft_computes_with_archons_adapters_what_archon_does
 READ = f"{LAYOUTS}::test_archon_computes_with_pefts_adapters_what_peft_does"
 OLDER = f"{LAYOUTS}::test_files_of_older_versions_of_peft"
 REFUSALS = "tests/lora/test_peft_refusals.py"
+DROPOUT = "tests/lora/test_dropout.py"
 TRAINING = "tests/lora/test_training.py"
 UNSUMMED = "(lambda p: p.to_local() if hasattr(p, 'to_local') else p)"
 
@@ -445,5 +446,33 @@ MUTANTS: tuple[Mutant, ...] = (
         "if not isinstance(value, str) or len(value) > MAX_PATH or not value.isprintable():",
         "if not isinstance(value, str):",
         ("tests/lora/test_peft_refusals.py::test_fields_that_contradict_the_tensors_or_archon",),
+    ),
+    Mutant(
+        "a rank drops the features of the first rank",
+        "models/layers/linear.py",
+        "shard = self.tp.rank if",
+        "shard = 0 if",
+        (f"{FURTHER_MATRIX}[dense-t2-float64-{OPTIONS[:-1]}, 'dropout': 0.3}}]",),
+    ),
+    Mutant(
+        "what dropout keeps is not scaled up",
+        "models/layers/linear.py",
+        "scale /= 1 - dropout.probability",
+        "scale /= 1",
+        (f"{DROPOUT}::test_gradients_are_pefts_with_the_same_masks[qwen3]",),
+    ),
+    Mutant(
+        "every step drops the same features",
+        "archon/engine/engine.py",
+        'hash_text(f"{self.config.lora.seed} {self.step}")',
+        'hash_text(f"{self.config.lora.seed} 0")',
+        (f"{DROPOUT}::test_only_training_drops_each_step_anew_and_a_resumed_run_is_the_same",),
+    ),
+    Mutant(
+        "dropout depends on the place of a document in its micro-batch",
+        "models/lora/dropout.py",
+        "sums[1:] - sums[starts]",
+        "sums[1:]",
+        (f"{DROPOUT}::test_micro_batches_recomputation_order_and_prefixes_change_nothing",),
     ),
 )
