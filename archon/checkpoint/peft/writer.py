@@ -120,7 +120,7 @@ def save_lora(
         base: path or name of the base checkpoint.
         experts: layout of experts' LoRAs.
         tokenizer: the tokenizer to write, or its folder, besides the generation config of `base`; None: neither.
-        dropout: `lora_dropout` of the folder that the LoRA was loaded from.
+        dropout: `lora_dropout`, which PEFT applies in training.
 
     Raises:
         ConfigError: PEFT's format cannot hold the LoRA.
