@@ -398,7 +398,7 @@ class BaseArchonModel(nn.Module, Generic[Args]):
         for prefix, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding, ShortConvolution)):
                 yield f"{prefix}.weight", normal
-            if isinstance(module, nn.Linear) and module.bias is not None:
+            if isinstance(module, (nn.Linear, ShortConvolution)) and module.bias is not None:
                 yield f"{prefix}.bias", nn.init.zeros_
             if isinstance(module, RMSNorm):
                 yield f"{prefix}.weight", partial(nn.init.constant_, val=1.0 - module.offset)

@@ -31,7 +31,7 @@ class GraniteMoEModelArgs(MoEModelArgs):
 
 _HF, _NATIVE = "model.layers.{}.block_sparse_moe.", "layers.{}.moe."
 # One tensor per kind holds all experts of a layer: gate and up [E, 2F, dim], and down [E, dim, F].
-_EXPERTS_MAP: dict[str, str | Fused | None] = {
+EXPERTS_MAP: dict[str, str | Fused | None] = {
     f"{_HF}router.layer.weight": f"{_NATIVE}router.gate.weight",
     f"{_HF}input_linear.weight": Fused((f"{_NATIVE}experts.w1", f"{_NATIVE}experts.w3"), dim=1),
     f"{_HF}output_linear.weight": f"{_NATIVE}experts.w2",
@@ -39,5 +39,5 @@ _EXPERTS_MAP: dict[str, str | Fused | None] = {
 
 GraniteMoEModel = BaseArchonModel[GraniteMoEModelArgs]
 GraniteMoEStateDictAdapter, parallelize_granitemoe, SPEC = define_family(
-    "granitemoe", GraniteMoEModel, DENSE_HF_MAP | _EXPERTS_MAP
+    "granitemoe", GraniteMoEModel, DENSE_HF_MAP | EXPERTS_MAP
 )

@@ -49,6 +49,7 @@ FAMILIES = (
     "granite",
     "granite_swa",
     "granitemoe",
+    "granitemoehybrid",
     "hy_v3",
     "kimi_k2",
     "llama",
@@ -96,12 +97,13 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
         "gemma3_text",
     ),
 }
-_MAMBA = "some of its layers are Mamba-2 scans"
 _INDEXED = "a learned indexer selects the tokens of its attention, and hyper-connections replace the residual stream"
 UNSUPPORTED |= {
-    "nemotron_h": (_MAMBA, "qwen3_next"),
-    "granitemoehybrid": (_MAMBA, "granite"),
-    "falcon_h1": ("each layer has a Mamba-2 scan next to its attention", "llama"),
+    "nemotron_h": (
+        "each layer is a Mamba-2 scan, an attention or a network alone, and its experts have no gate",
+        "granitemoehybrid",
+    ),
+    "falcon_h1": ("each layer has a Mamba-2 scan next to its attention", "granitemoehybrid"),
     "qwen4_exp": (_INDEXED, "qwen3_5_moe"),
     "glm5_next": (_INDEXED, "glm4_moe_lite"),
     "gemma4_unified": ("its sliding and full attention have different head dimensions", "gemma3_text"),

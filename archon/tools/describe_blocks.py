@@ -18,6 +18,7 @@ from archon.models.layers.attention import AttentionLayer
 from archon.models.layers.delta_net import DeltaNetLayer
 from archon.models.layers.feed_forward import ClampedSwiGLU, DenseLayer
 from archon.models.layers.latent_attention import LatentLayer
+from archon.models.layers.mamba import MambaLayer
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeSpec
@@ -121,6 +122,8 @@ def _describe_mixer(section: _Section, spec: MixerSpec, x: str, dim: int) -> Non
         _latent_attention(section, spec, x, dim)
     elif isinstance(spec, DeltaNetLayer):
         _delta_net(section, spec, x, dim)
+    elif isinstance(spec, MambaLayer):
+        _mamba(section, spec, x, dim)
     else:
         section.add(f"h = {type(spec).__name__}({x})", f"[T, {dim}]")
 
@@ -186,6 +189,25 @@ def _delta_net(section: _Section, spec: DeltaNetLayer, x: str, dim: int) -> None
     state = f"state [{spec.n_heads}, {spec.key_dim}, {spec.value_dim}]"
     section.add("h = gated_delta_rule(q, k, v, g, beta)", values, state)
     section.add(f"h = norm(h) * silu(wz({x}))", values, names=["norm", "wz"])
+    section.add("h = wo(h)", f"[T, {dim}]", names=["wo"])
+
+
+def _mamba(section: _Section, spec: MambaLayer, x: str, dim: int) -> None:
+    values = f"[T, {spec.n_heads}, {spec.head_dim}]"
+    for part, name in (("x", "x"), ("B", "b"), ("C", "c")):
+        shape = values if part == "x" else f"[T, {spec.n_groups}, {spec.state_dim}]"
+        names = [f"w{name}", f"{name}_conv"]
+        section.add(f"{part} = {spec.hidden_act}({name}_conv(w{name}({x})))", shape, names=names)
+    low, high = spec.dt_limits
+    dt = f"softplus(wdt({x}) + dt_bias)"
+    dt = dt if (low, high) == (0, float("inf")) else f"clamp({dt}, {low:g}, {high:g})"
+    section.add(f"dt = {dt}", f"[T, {spec.n_heads}], step size", names=["wdt", "step.dt_bias"])
+    state = f"state [{spec.n_heads}, {spec.state_dim}, {spec.head_dim}]"
+    section.add(
+        "h = state_space_scan(x, B, C, -exp(A_log) * dt, dt) + D * x", values, state, names=["step.A_log", "step.D"]
+    )
+    group = "all heads" if spec.n_groups == 1 else f"each of {spec.n_groups} groups of heads"
+    section.add(f"h = norm(h * silu(wz({x})))", values, f"RMS norm over {group}", names=["norm", "wz"])
     section.add("h = wo(h)", f"[T, {dim}]", names=["wo"])
 
 
@@ -260,6 +282,8 @@ def _add_query_scale(section: _Section, rope: RopeSpec | None) -> None:
 def _mixer_kind(spec: MixerSpec) -> str:
     if isinstance(spec, DeltaNetLayer):
         return f"gated delta net ({spec.n_heads} heads)"
+    if isinstance(spec, MambaLayer):
+        return f"Mamba-2 ({spec.n_heads} heads)"
     kind = "latent attention" if isinstance(spec, LatentLayer) else "attention"
     width = "full" if spec.window is None else f"sliding-window ({spec.window})"
     return f"{width} {kind}" + ("" if spec.rope is not None else " without positions")

@@ -32,7 +32,7 @@ from archon.parallel.torch_private import ConversionHook
 class ShortConvolution(nn.Module):
     """Weights of a depthwise convolution over `heads * features` channels.
 
-    Each channel has `kernel_size` taps; the last one multiplies the token itself.
+    Each channel has `kernel_size` taps; the last one multiplies the token itself. A bias is optional.
 
     Attributes:
         rows: this rank's rows of a replicated weight, if there are fewer heads than ranks.
@@ -41,14 +41,17 @@ class ShortConvolution(nn.Module):
     role: Role = "column"
     rows: slice | None = None
 
-    def __init__(self, heads: int, features: int, kernel_size: int) -> None:
+    def __init__(self, heads: int, features: int, kernel_size: int, *, bias: bool = False) -> None:
         super().__init__()
         self.heads, self.features = heads, features
         self.weight = nn.Parameter(torch.empty(heads * features, 1, kernel_size))
+        self.bias = nn.Parameter(torch.empty(heads * features)) if bias else None
 
     def forward(self) -> Tensor:
-        """Return this rank's weights [heads, features, taps]."""
+        """Return this rank's weights [heads, features, taps]; a bias follows the taps as one more."""
         weight = local(self.weight)
+        if self.bias is not None:
+            weight = torch.cat((weight, local(self.bias).view(-1, 1, 1)), dim=-1)
         return (weight if self.rows is None else weight[self.rows]).view(-1, self.features, weight.shape[-1])
 
     def extra_repr(self) -> str:
@@ -57,15 +60,20 @@ class ShortConvolution(nn.Module):
 
 
 def causal_convolution(
-    x: Tensor, weight: Tensor, documents: PackedDocuments, history: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    documents: PackedDocuments,
+    history: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute y_t = sum over i of weight[:, n - 1 - i] x_{t - i} within each document.
+    """Compute y_t = sum over i of weight[:, n - 1 - i] x_{t - i}, plus the bias, within each document.
 
     Args:
         x: [T, C], the tokens of B documents.
         weight: [C, n].
         documents: boundaries of the B documents.
         history: [B, n - 1, C], the inputs before each document's first token; zeros by default.
+        bias: [C].
 
     Returns:
         y [T, C], and the `history` [B, n - 1, C] for the next tokens.
@@ -76,7 +84,7 @@ def causal_convolution(
     padded = x.new_zeros(spaced.length, x.shape[1]).index_copy(0, spaced.rows, x)
     if history is not None:
         padded = padded.index_copy(0, spaced.history_rows, history.flatten(0, 1).to(x.dtype))
-    out = F.conv1d(padded.t().unsqueeze(0), weight.unsqueeze(1), groups=x.shape[1]).squeeze(0).t()
+    out = F.conv1d(padded.t().unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1]).squeeze(0).t()
     return out.index_select(0, spaced.rows - gap), padded.index_select(0, spaced.last_rows).unflatten(
         0, (len(documents.lengths), gap)
     )

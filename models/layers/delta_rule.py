@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.backend import flash_unsupported_reason
-from archon.models.attention.packed.documents import DocumentChunks, PackedDocuments
+from archon.models.attention.packed.documents import PackedDocuments
 from archon.schema.errors import ConfigError
 
 L2_EPS = 1e-6
@@ -127,7 +127,7 @@ def _chunks(
     """Compute the rule chunk by chunk: parallel within a chunk, sequential over a document's chunks."""
     chunks = documents.chunks
     # 1. Cut into chunks [N, H, C, ...]; padding has key, value and beta 0, so it changes no state.
-    q, k, v, log_decay, beta = (_to_chunks(x, chunks) for x in (q, k, v, log_decay, beta))
+    q, k, v, log_decay, beta = (chunks.cut(x) for x in (q, k, v, log_decay, beta))
     total = log_decay.cumsum(-1)
     later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).triu(1)
     # 2. Solve for the corrections; the mask comes before the exponential, which would overflow.
@@ -155,9 +155,3 @@ def _chunks(
     last = torch.cat([state, *reversed(ended)])
     out = torch.cat(outs).transpose(1, 2).flatten(0, 1)
     return out.index_select(0, chunks.positions), last.index_select(0, chunks.rank)
-
-
-def _to_chunks(x: Tensor, chunks: DocumentChunks) -> Tensor:
-    """Return x [T, H, ...] as [N, H, size, ...], with zeros for padding."""
-    padded = x.new_zeros(sum(chunks.steps) * chunks.size, *x.shape[1:]).index_copy(0, chunks.positions, x)
-    return padded.unflatten(0, (-1, chunks.size)).transpose(1, 2)

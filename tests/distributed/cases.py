@@ -197,6 +197,28 @@ MODELS["delta"] = DENSE | {
 }
 MODELS["tied_delta"] = MODELS["delta"] | {"tie_word_embeddings": True}
 MODELS["few_key_delta"] = MODELS["delta"] | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+MODELS["mamba"] = DENSE | {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention"] * 2,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 6,
+    "mamba_proj_bias": True,
+    "time_step_limit": [0.2, 2.0],
+    "residual_multiplier": 0.7,
+    "rms_norm_eps": 1e-2,
+}
+MODELS["tied_mamba"] = MODELS["mamba"] | {"tie_word_embeddings": True}
+MODELS["one_group_mamba"] = MODELS["mamba"] | {"mamba_n_groups": 1}
+MODELS["few_group_mamba"] = MODELS["mamba"] | {"mamba_n_groups": 2, "mamba_conv_bias": False}
+MODELS["mamba_moe"] = MODELS["tied_mamba"] | {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "mamba_n_groups": 1,
+    "intermediate_size": 24,
+}
 MODELS["qwen3_next"] = MODELS["moe"] | {
     **{name: value for name, value in MODELS["delta"].items() if name.startswith(("linear", "full", "rms"))},
     "model_type": "qwen3_next",

@@ -256,12 +256,14 @@ def check_shards(engine: ArchonEngine) -> None:
         model_ways = dims.ep * (1 if whole_part else dims.etp) if expert else dims.tp
         few = "attention.wk." in name or "attention.wv." in name
         few_keys = any(f"delta_net.{part}." in name for part in ("wq", "wk", "q_conv", "k_conv"))
+        few_groups = any(f"mamba.{part}." in name for part in ("wb", "wc", "b_conv", "c_conv"))
         if not expert and whole_part:
             model_ways = 1
         elif not expert and (parameter.ndim < 2 or "router" in name or "score" in name):
-            model_ways = dims.tp if ".wq.bias" in name or name.endswith((".sinks", ".A_log", ".dt_bias")) else 1
-        elif few_keys or few:
-            heads = engine.args.delta_key_heads if few_keys else engine.args.n_kv_heads
+            model_ways = dims.tp if ".wq.bias" in name or name.endswith((".sinks", ".A_log", ".dt_bias", ".D")) else 1
+        elif few_keys or few_groups or few:
+            sizes = engine.args
+            heads = sizes.delta_key_heads if few_keys else sizes.mamba_groups if few_groups else sizes.n_kv_heads
             model_ways = 1 if heads < dims.tp else dims.tp
         elif "wq_a" in name or "wkv_a" in name:
             model_ways = 1

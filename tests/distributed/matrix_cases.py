@@ -621,5 +621,22 @@ FP8 += (
     _case("t2", "fp8_moe", "experts given for padding too", fp8="tensorwise", replay=True),
 )
 
-BLOCKS += DELTA + FP8 + EXPERTS + LORA_CASES + MULTI_LORA + VISION_LANGUAGE + DEEPSTACK + BRANCHES + REPLAYED
+# Mamba-2, whose states start anew in each document, and attention without positions.
+MAMBA: tuple[Case, ...] = (
+    _case("d2", "mamba", activation_checkpoint=BY_OP),
+    _case("t2", "tied_mamba", "convolutions, step sizes and group norms of a rank's heads"),
+    _case("t2", "one_group_mamba", "a norm over the heads of all ranks"),
+    _case("t4", "few_group_mamba", "a norm over the heads of two of four ranks"),
+    _case("c2", "mamba", "a convolution with a bias across a rank boundary", context_parallel="ulysses"),
+    _case("c4", "few_group_mamba", "fewer groups than context ranks", context_parallel="ulysses"),
+    _case("c2t2", "mamba_moe", compile=True, context_parallel="ulysses"),
+    _case("d2", "mamba", "step sizes in float32", dtype="float32", gradient_reduction="per_microbatch"),
+    _pipeline("p2", "1f1b", "tied_mamba", activation_checkpoint=FULL),
+    _case("d2e2", "mamba_moe"),
+    _case("(attn:d1t2|ffn:d1t2)", "mamba_moe"),
+    _case("t2", "mamba", **LORA),
+    _case("d2", "tied_mamba", "states after a branch", **BRANCHING),
+)
+
+BLOCKS += DELTA + MAMBA + FP8 + EXPERTS + LORA_CASES + MULTI_LORA + VISION_LANGUAGE + DEEPSTACK + BRANCHES + REPLAYED
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

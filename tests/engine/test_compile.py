@@ -30,7 +30,8 @@ from tests.models.test_fa4 import package as package
 
 BATCHES = ((13, 5, 1, 21, 8), (7, 7, 7, 30), (100,), (2, 2))
 WINDOWS = ["sliding_attention", "full_attention"]
-# The family, changes of its config, and the graphs of one block of each kind. Delta nets are interrupted by their scan.
+# The family, changes of its config, and the graphs of one block of each kind. Delta nets and Mamba-2 are interrupted by
+# their scan.
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "dense": ("llama", {}, 1),
     "windows": ("gemma3_text", {"layer_types": WINDOWS * 2}, 2),
@@ -39,6 +40,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "experts, sinks and windows": ("gpt_oss", {"layer_types": WINDOWS * 2}, 2),
     "latent attention and experts": ("deepseek_v3", {}, 1),
     "delta nets": ("qwen3_5_text", {"full_attention_interval": 4}, 5),
+    "Mamba-2": (
+        "granitemoehybrid",
+        {"layer_types": ["mamba", "mamba", "mamba", "attention"], "num_local_experts": 0},
+        5,
+    ),
 }
 
 FAST = ("dense", "experts, sinks and windows")

@@ -31,7 +31,7 @@ def activations(layer: LayerSpec, tokens: int = TOKENS, layout: str = "d1") -> B
     return block_activations(DENSE["hidden_size"], layer, MicroBatchShard(parse_layout(layout), tokens, 2), "auto")
 
 
-@pytest.mark.parametrize("name", ["dense", "bias", "norms_both", "moe", "latent", "delta"])
+@pytest.mark.parametrize("name", ["dense", "bias", "norms_both", "moe", "latent", "delta", "mamba"])
 def test_a_dry_run_counts_what_the_formulas_count(name: str) -> None:
     spec = args_of(name).layer_specs[0]
     traced, formula = trace_block(DENSE["hidden_size"], spec, torch.bfloat16), activations(spec)

@@ -33,6 +33,7 @@ FAMILIES = {
     "gemma3_text-uncapped": ("gemma3_text", {"sliding_window": 6, "final_logit_softcapping": None}),
     "granite": ("granite", {}),
     "granite_swa": ("granite_swa", {"sliding_window": 6}),
+    "granitemoehybrid": ("granitemoehybrid", {}),
     "glm4_moe": ("glm4_moe", {}),
     "gpt_oss": ("gpt_oss", {}),
     "llama": ("llama", {"attention_bias": True}),

@@ -40,8 +40,9 @@ def test_forks_of_a_prompt_answer_as_alone(max_slots: int, n_pages: int, prefill
         torch.testing.assert_close(given, trained, rtol=0, atol=GENERATED_LOGPROB_FP64)
 
 
-def test_greedy_forks_are_transformers_answers() -> None:
-    hf, model = make_pair(FAMILY, torch.float64)
+@pytest.mark.parametrize("family", [FAMILY, "granitemoehybrid"])
+def test_greedy_forks_are_transformers_answers(family: str) -> None:
+    hf, model = make_pair(family, torch.float64)
     engine = make_engine(model, max_slots=3, page_size=4)
     answers = engine.generate([request(LONG, greedy=True, max_new_tokens=13) for _ in range(8)])
     assert {tuple(answer.output_tokens) for answer in answers} == {tuple(greedy_reference(hf, LONG, 13))}

@@ -21,6 +21,7 @@ from archon.models.layers.delta_net import DeltaNetLayer
 from archon.models.layers.feed_forward import DenseLayer
 from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.logit_tiles import kernel_rows, tile_shape
+from archon.models.layers.mamba import MambaLayer
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec
 from archon.parallel.context import ulysses_repeat
@@ -352,6 +353,37 @@ def _delta_net(mixer: DeltaNetLayer, shard: MicroBatchShard, context_parallel: s
         SavedTensor("scan output and its 1/rms [T, H V + H]", T * (values * b + H * wide)),
         SavedTensor("wz output and its gate [T, H V]", T * values * (b + 2 * wide), is_op=False),
         SavedTensor("wo input [T, H V]", T * values * b),
+    ]
+
+
+@mixer_activations.register
+def _mamba(mixer: MambaLayer, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+    layout, T, b, wide = shard.layout, shard.tokens, shard.bytes, shard.wide
+    H, G = mixer.n_heads // layout.tp, max(1, mixer.n_groups // layout.tp)
+    values, vectors = H * mixer.head_dim, 2 * G * mixer.state_dim
+    repeat = ulysses_repeat(H, G, layout.cp) if layout.cp > 1 else 1
+    channels = values + vectors * repeat
+    # Per token and head: B and C by head, before and after their decay; x by chunk, as operand of two matmuls; two
+    # square matrices of a chunk before and after their decay, and the decay. Per group: B and C by chunk.
+    scan = H * (4 * mixer.state_dim + 2 * mixer.head_dim + 3 * MAX_CHUNK) + vectors * repeat
+    states = -(-T * layout.cp // MAX_CHUNK) * H // layout.cp * mixer.state_dim * mixer.head_dim
+    exchanged = [SavedTensor("exchanged x, B, C", T * channels * b)] if layout.cp > 1 else []
+    # In a narrow dtype, the scan and the gate keep copies in float32 in place of their inputs.
+    activated = T * (channels if b == wide else values) * wide
+    return [
+        SavedTensor("wx, wb, wc outputs [T, H P + 2 G N]", T * (values + vectors) * b, saved=False, is_op=True),
+        SavedTensor("wz and wdt outputs [T, H P + H]", T * (values + H) * b, saved=b == wide, is_op=True),
+        SavedTensor("step size, log-decay and skip factor [T, H]", 6 * T * H * wide),
+        *exchanged,
+        SavedTensor("convolution input and output [T, H P + 2 G N]", 2 * T * channels * b),
+        SavedTensor("activated x, B, C", activated),
+        SavedTensor("scan operands, in float32", T * scan * wide),
+        SavedTensor("chunk states [T / 64, H, N, P]", states * wide),
+        SavedTensor(
+            "scan output, gate, their product, and z in float32 [T, H P]", (3 + (b < wide)) * T * values * wide
+        ),
+        SavedTensor("normed [T, H P]", T * values * b),
+        SavedTensor("wo input [T, H P]", T * values * b),
     ]
 
 

@@ -18,8 +18,13 @@ from archon.tools.check.round_trip import fresh_model
 NEW_TOKENS = 13
 PROMPT_LENGTHS = (1, 2, 5, 9, 17, 33)
 PAGE_SIZES = (1, 3, 64)
-# Fields for decoding: windows shorter than the prompts, no end-of-sequence id.
-FIXED: dict[str, Any] = {"max_position_embeddings": 256, "pad_token_id": None}
+# Fields for decoding: windows shorter than the prompts, no end-of-sequence id, and step sizes without limits, which
+# transformers ignores while it decodes.
+FIXED: dict[str, Any] = {
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "time_step_limit": [0.0, float("inf")],
+}
 
 
 def prompts(vocab: int, seed: int = 0) -> list[list[int]]:
@@ -70,8 +75,8 @@ def check_decoding(
     Raises:
         ContractError: an answer differs.
     """
-    names = get_model_spec(model_type, text_only=True).model_args_class.hf_fields
-    fixed = {name: value for name, value in FIXED.items() if name in names}
+    args_class = get_model_spec(model_type, text_only=True).model_args_class
+    fixed = {name: value for name, value in FIXED.items() if name in {*args_class.hf_fields, *args_class.hf_examples}}
     total = 0
     pairs: list[tuple[BaseArchonModel, Callable[[list[int]], list[int]]]] = []
     if reference is not None:

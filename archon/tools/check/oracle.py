@@ -185,7 +185,7 @@ def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tens
     """
     decoder, logits = reference.get_decoder(), []
     for document in tokens.split(lengths):
-        if hasattr(decoder, "rotary_emb"):
+        if getattr(decoder, "rotary_emb", None) is not None:
             decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)
         if hasattr(decoder, "rotary_embs"):  # one per RoPE base
             decoder.rotary_embs = nn.ModuleList(type(rope)(rope.config) for rope in decoder.rotary_embs)

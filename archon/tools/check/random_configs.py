@@ -73,6 +73,15 @@ def _layer_thetas(rng: random.Random, config: dict[str, Any], names: frozenset[s
     bases = (100.0, 10_000.0) if config["attention_bias"] else (0, 0, 100.0, 10_000.0)
     thetas = [rng.choice(bases) for _ in range(config["num_hidden_layers"])]
     return rng.choice([None, thetas, thetas, thetas])
+def _hybrid_layer_types(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> list[str]:
+    layers = config["num_hidden_layers"]
+    kinds = ["linear_attention", "full_attention"]
+    return rng.sample(kinds + rng.choices(kinds, k=layers - 2), layers)
+
+
+def _optional_positions(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> str | None:
+    """Return RoPE if keys have a bias: without rotation, the gradient of a key bias is 0."""
+    return "rope" if config["attention_bias"] else rng.choice([None, "rope", "nope"])
 
 
 def _pick(*values: Any) -> Draw:
@@ -156,6 +165,15 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
     },
     "deepseek_v2": {"n_group": _pick(2)},
     "hy_v3": {"mlp_layer_types": _mlp_layer_types},
+    "granitemoehybrid": {
+        # The heads of all layers divide the width.
+        "hidden_size": _pick(24, 48),
+        "num_local_experts": _pick(0, 4, 6),
+        "num_experts_per_tok": _pick(2, 3, 4),
+        "layer_types": _hybrid_layer_types,
+        "position_embedding_type": _optional_positions,
+        "mamba_expand": _pick(1, 2),
+    },
     "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {
         # The gradient of a single sink may cancel.

@@ -164,6 +164,11 @@ class DocumentChunks:
         positions, order, rank = (to_device_async(x, device) for x in (positions, order, rank))
         return cls(size, positions, tuple(steps), order, rank)
 
+    def cut(self, x: Tensor) -> Tensor:
+        """Return x [T, H, ...] as [N, H, size, ...], with zeros for padding."""
+        padded = x.new_zeros(sum(self.steps) * self.size, *x.shape[1:]).index_copy(0, self.positions, x)
+        return padded.unflatten(0, (-1, self.size)).transpose(1, 2)
+
 
 class GatheredKeys:
     """Splits keys and values gathered from all ranks, for this rank's queries.

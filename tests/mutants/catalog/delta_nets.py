@@ -1,4 +1,4 @@
-"""Mistakes in gated delta nets: documents, decays, convolutions, states."""
+"""Mistakes in gated delta nets and Mamba-2: documents, decays, convolutions, states."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant
 
 DELTA = "tests/models/test_delta_net.py"
 STATES = "tests/generation/test_states.py"
+MAMBA = "tests/models/test_mamba.py"
+MAMBA_PARITY = "tests/models/test_parity.py::test_logits_and_every_gradient_equal_transformers[granitemoehybrid-{}]"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -124,5 +126,115 @@ MUTANTS: tuple[Mutant, ...] = (
         "(self.norm(out_THV) * gate).to(x.dtype)",
         "(self.norm(out_THV) * gate.to(x.dtype))",
         ("tests/models/test_delta_net.py::test_the_output_gate_is_computed_in_float32_as_in_transformers",),
+    ),
+    Mutant(
+        "a token of Mamba-2 decays itself",
+        "models/layers/state_space.py",
+        "decay = (total.unsqueeze(-1) - total.unsqueeze(-2))",
+        "decay = (total.unsqueeze(-1) - total.unsqueeze(-2) + log_decay.unsqueeze(-2))",
+        (f"{MAMBA}::test_chunks_compute_the_definition_and_its_gradients",),
+    ),
+    Mutant(
+        "a chunk of Mamba-2 takes no state from the one before",
+        "models/layers/state_space.py",
+        "outs.append(inside[now] + reads[now] @ state)",
+        "outs.append(inside[now])",
+        (f"{MAMBA}::test_chunks_compute_the_definition_and_its_gradients",),
+    ),
+    Mutant(
+        "the skip connection of Mamba-2 takes the input times its step size",
+        "models/layers/state_space.py",
+        "(out + values * skip.unsqueeze(-1))",
+        "(out + values * (dt * skip).unsqueeze(-1))",
+        (f"{MAMBA}::test_chunks_compute_the_definition_and_its_gradients",),
+    ),
+    Mutant(
+        "the heads of Mamba-2 take groups in turn",
+        "models/layers/state_space.py",
+        "b, c = b.repeat_interleave(repeat, 1), c.repeat_interleave(repeat, 1)",
+        "b, c = b.repeat(1, repeat, 1, 1), c.repeat(1, repeat, 1, 1)",
+        (f"{MAMBA}::test_chunks_compute_the_definition_and_its_gradients",),
+    ),
+    Mutant(
+        "one token of Mamba-2 takes groups in turn",
+        "models/layers/state_space.py",
+        "b, c = (part.repeat_interleave(x.shape[1] // part.shape[1], 1) for part in (b, c))",
+        "b, c = (part.repeat(1, x.shape[1] // part.shape[1], 1) for part in (b, c))",
+        (f"{MAMBA}::test_chunks_compute_the_definition_and_its_gradients",),
+    ),
+    Mutant(
+        "the scan of Mamba-2 takes a pack for one document",
+        "models/layers/mamba.py",
+        "state_space_scan(x_mixed.view_as(x), (b, c), gates, documents, matrices)",
+        "state_space_scan(\n"
+        "            x_mixed.view_as(x), (b, c), gates, PackedDocuments(documents.cu_seqlens[[0, -1]], len(x))\n"
+        "        )",
+        (f"{MAMBA}::test_a_document_does_not_see_the_one_before_it",),
+    ),
+    Mutant(
+        "the convolution of Mamba-2 sees the end of the document before",
+        "models/layers/mamba.py",
+        "causal_convolution(channels, weight, documents, inputs, bias)",
+        "causal_convolution(\n"
+        "            channels, weight, PackedDocuments(documents.cu_seqlens[[0, -1]], len(channels)), inputs, bias\n"
+        "        )",
+        (f"{MAMBA}::test_a_document_does_not_see_the_one_before_it",),
+    ),
+    Mutant(
+        "step sizes of Mamba-2 have no limits",
+        "models/layers/mamba.py",
+        "F.softplus(a.to(wide) + dt_bias).clamp(*self.limits)",
+        "F.softplus(a.to(wide) + dt_bias)",
+        (MAMBA_PARITY.format(1),),
+    ),
+    Mutant(
+        "step sizes of Mamba-2 are exponentials",
+        "models/layers/mamba.py",
+        "F.softplus(a.to(wide) + dt_bias)",
+        "(a.to(wide) + dt_bias).exp()",
+        (MAMBA_PARITY.format(1),),
+    ),
+    Mutant(
+        "the decay of Mamba-2 lacks the step size",
+        "models/layers/mamba.py",
+        "torch.stack((-A_log.exp() * dt, dt, skip.expand_as(dt)), dim=-1)",
+        "torch.stack((-A_log.exp().expand_as(dt), dt, skip.expand_as(dt)), dim=-1)",
+        (MAMBA_PARITY.format(1),),
+    ),
+    Mutant(
+        "the norm of Mamba-2 spans all groups",
+        "models/layers/mamba.py",
+        "x.unflatten(1, (max(1, self.groups // ranks), -1))",
+        "x.unflatten(1, (1, -1))",
+        (f"{MAMBA}::test_the_gated_norm_is_computed_in_float32_as_in_transformers",),
+    ),
+    Mutant(
+        "the gate of Mamba-2 follows its norm",
+        "models/layers/mamba.py",
+        "return self.wo(self.norm(gated_THP, x.dtype).flatten(-2), lora_mapping)",
+        "gate = F.silu(z_THP.to(wide))\n"
+        "        return self.wo((self.norm(out_THP.to(wide)) * gate).to(x.dtype).flatten(-2), lora_mapping)",
+        (f"{MAMBA}::test_the_gated_norm_is_computed_in_float32_as_in_transformers",),
+    ),
+    Mutant(
+        "a rank normalizes its part of a group of Mamba-2 alone",
+        "models/layers/mamba.py",
+        "if self.tp is not None and self.groups < ranks:",
+        "if False:",
+        (f"{FURTHER_MATRIX}[one_group_mamba-t2-float64]",),
+    ),
+    Mutant(
+        "the statistics of a group of Mamba-2 include other groups",
+        "models/layers/mamba.py",
+        "squares = sums[:, own : own + 1] / shared",
+        "squares = sums.sum(1, keepdim=True) / ranks",
+        (f"{FURTHER_MATRIX}[few_group_mamba-t4-float64]",),
+    ),
+    Mutant(
+        "the convolution of Mamba-2 takes its bias for the last tap",
+        "models/layers/mamba.py",
+        "weight, bias = weight[:, :-1], weight[:, -1]",
+        "weight, bias = weight[:, 1:], weight[:, 0]",
+        (MAMBA_PARITY.format(3),),
     ),
 )

@@ -73,6 +73,15 @@ MODELS["latent"] = DENSE | {
     "v_head_dim": 32,
     "first_k_dense_replace": 4,
 }
+MODELS["mamba"] = DENSE | {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "mamba", "mamba", "attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 768,
+    "mamba_n_heads": 16,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 32,
+}
 MODELS["delta"] = DENSE | {
     "model_type": "qwen3_5_text",
     "full_attention_interval": 4,
