@@ -173,7 +173,8 @@ def _pack_linears(replica: nn.Module) -> int:
         if product is None:
             return written
         if len(layers) == 1:
-            module.forward = partial(_packed_linear, module, product)
+            linear: Any = layers[0]
+            linear.forward = partial(_packed_linear, linear, product)
         else:
             layers[0].joint = product
         packed.update(layers)
