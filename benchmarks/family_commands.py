@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from archon.checkpoint.hf_io import load_model
+from archon.checkpoint.hf_io import load_model, save_model
 from archon.cli import main as archon_main
 from archon.models import get_model_spec
 from archon.rl.bootstrap import make_tokenizer
@@ -42,7 +42,7 @@ from archon.tools.check.oracle import (
     random_config,
     randomize_vectors,
 )
-from archon.tools.check.round_trip import folder_tensors
+from archon.tools.check.round_trip import EXPORTED_AS_RELEASED, folder_tensors
 from archon.training.config import TokenizerRecipe
 from archon.training.metrics import read_jsonl
 from benchmarks.command_rows import MARKS, RECORD, Row, card_with_commands
@@ -84,7 +84,7 @@ class Subject:
 
 
 def make_subject(family: CheckedFamily, work: Path) -> Subject:
-    """Write a checkpoint with random weights by `save_pretrained` of transformers."""
+    """Write a checkpoint with random weights by `save_pretrained` of transformers, in the form of published ones."""
     assert family.reference is not None, family.model_type
     tokenizer = make_tokenizer(TokenizerRecipe(kind="characters", alphabet="0123456789+= ", chat_template="plain"))
     fields = get_model_spec(family.model_type).model_args_class.hf_fields.keys()
@@ -103,6 +103,10 @@ def make_subject(family: CheckedFamily, work: Path) -> Subject:
     tokenizer.save_pretrained(folder)
     if family.model_type != family.reference:
         (folder / "config.json").write_text(json.dumps(family_config(config, family.model_type)))
+    if family.model_type in EXPORTED_AS_RELEASED:
+        model = load_model(folder, dtype=torch.float32, text_only=True)
+        save_model(model, work / "released", like=folder)
+        folder = work / "released"
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b in range(4)]
     (work / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ids = transformers_greedy_tokens(theirs, tokenizer.encode(PROMPT), NEW_TOKENS)

@@ -14,6 +14,7 @@ from archon.models.hf.fused_tensors import Fused
 from archon.models.hf.names import DENSE_HF_MAP
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.feed_forward import DenseLayer
+from archon.models.layers.rope import RopeUse
 from archon.models.layers.spec import FeedForwardSpec
 from archon.models.spec import define_family
 
@@ -45,8 +46,9 @@ class GraniteMoEHybridModelArgs(MambaModelArgs, MoEModelArgs):
     hf_examples = GraniteModelArgs.hf_examples | MAMBA_EXAMPLES | {"shared_intermediate_size": (12, 28)}
 
     def __post_init__(self) -> None:
+        unrotated: RopeUse = "none"
         if not self.has_positions:
-            self.layer_ropes = ("none",) * self.n_layers
+            self.layer_ropes = (unrotated,) * self.n_layers
         super().__post_init__()
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
@@ -75,14 +77,14 @@ class _Adapter(BaseStateDictAdapter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not self.args.n_experts:
-            self.__dict__["from_hf_map"] = self.from_hf_map | _shared("feed_forward")
+        if not self.args.expert_layers:
+            self.__dict__["from_hf_map"] = {**self.from_hf_map, **_shared("feed_forward")}
 
 
 GraniteMoEHybridModel = BaseArchonModel[GraniteMoEHybridModelArgs]
 GraniteMoEHybridStateDictAdapter, parallelize_granitemoehybrid, SPEC = define_family(
     "granitemoehybrid",
     GraniteMoEHybridModel,
-    DENSE_HF_MAP | MAMBA_HF_MAP | EXPERTS_MAP | _shared("moe.shared_experts"),
+    {**DENSE_HF_MAP, **MAMBA_HF_MAP, **EXPERTS_MAP, **_shared("moe.shared_experts")},
     adapter=_Adapter,
 )

@@ -44,7 +44,8 @@ class MambaModelArgs(BaseModelArgs):
 
     def __post_init__(self) -> None:
         self.layer_types = tuple(self.layer_types) or (MAMBA,) * self.n_layers
-        low, high = self.mamba_dt_limits = tuple(self.mamba_dt_limits)
+        low, high = self.mamba_dt_limits
+        self.mamba_dt_limits = (low, high)
         super().__post_init__()
         if len(self.layer_types) != self.n_layers or {*self.layer_types} - {MAMBA, ATTENTION}:
             raise ConfigError(

@@ -177,7 +177,7 @@ def _log_uniform(x: Tensor) -> Tensor:
 class TimeStep(LogDecay):
     """Step size dt = clamp(softplus(a + dt_bias)) of each head, log-decay -exp(A_log) dt, and skip factor D."""
 
-    parameter_roles: ClassVar[Mapping[str, Role]] = LogDecay.parameter_roles | {"D": "heads"}
+    parameter_roles: ClassVar[Mapping[str, Role]] = {**LogDecay.parameter_roles, "D": "heads"}
     parameter_initializers: ClassVar[Mapping[str, Callable[[Tensor], Any]]] = {
         "A_log": _log_uniform,
         "dt_bias": nn.init.ones_,

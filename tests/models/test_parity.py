@@ -125,6 +125,7 @@ OWN: dict[str, tuple[Feature, ...]] = {
         lambda c: len({*c.layer_types}) == 2,
         lambda c: 0 in c.layer_rope_theta,
         lambda c: len({*c.layer_rope_theta} - {0}) == 2,
+    ),
     "granitemoehybrid": (
         *BIASES,
         lambda c: c.num_local_experts == 0,

@@ -73,6 +73,8 @@ def _layer_thetas(rng: random.Random, config: dict[str, Any], names: frozenset[s
     bases = (100.0, 10_000.0) if config["attention_bias"] else (0, 0, 100.0, 10_000.0)
     thetas = [rng.choice(bases) for _ in range(config["num_hidden_layers"])]
     return rng.choice([None, thetas, thetas, thetas])
+
+
 def _hybrid_layer_types(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> list[str]:
     layers = config["num_hidden_layers"]
     kinds = ["linear_attention", "full_attention"]
