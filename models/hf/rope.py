@@ -35,6 +35,8 @@ _SCALING_FIELDS: dict[str, tuple[type, set[str]]] = {
     "short_factor": (tuple, {"longrope"}),
     "long_factor": (tuple, {"longrope"}),
 }
+_DIVISORS = {"factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"}
+"""Fields that divide frequencies or lengths: 0 has no quotient, and a negative one rotates backwards."""
 _REQUIRED = {
     "default": (),
     "linear": ("factor",),
@@ -251,10 +253,16 @@ class _Rope:
             if kind not in used_by:
                 reject_field(f"{self.source}.{name}", value, f"RoPE of type {kind!r} has no such field; remove it")
             values[name] = None if value is None else _value(f"{self.source}.{name}", value, value_kind)
+            numbers = values[name] if value_kind is tuple else (values[name],)
+            if name in _DIVISORS and value is not None and min(numbers, default=1) <= 0:
+                reject_field(f"{self.source}.{name}", value, "expected only numbers above 0")
         for name in _REQUIRED[kind]:
             nullable = kind == "yarn"
             if name not in remaining or (remaining[name] is None and not nullable):
                 raise ConfigError(f"config field {self.source!r} lacks {name!r}, which RoPE of type {kind!r} needs")
+        low, high = values.get("low_freq_factor"), values.get("high_freq_factor")
+        if low is not None and high is not None and high <= low:
+            reject_field(f"{self.source}.high_freq_factor", high, f"expected more than low_freq_factor, {low!r}")
         if (truncate := values.get("truncate", True)) is None:
             reject_field(f"{self.source}.truncate", None, "expected true or false")
         if not truncate and self.policy.local_theta is not None:

@@ -342,6 +342,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear"}}, "'rope_scaling' lacks 'factor'"),
     ({"rope_scaling": {"type": "linear", "factor": None}}, "'rope_scaling' lacks 'factor'"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'rope_scaling.factor' is '2'"),
+    ({"rope_scaling": {"type": "linear", "factor": -2}}, "'rope_scaling.factor' is -2; expected only numbers above 0"),
+    (
+        {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+        "'rope_scaling.high_freq_factor' is 1.0; expected more than low_freq_factor, 4.0",
+    ),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [0.0]}}, r"long_factor' is \[0.0\]"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}}, "'rope_scaling.beta_fast' is 32"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 3.0}}, "'rope_scaling.alpha' is 3.0"),
     ({"rope_scaling": {"type": "default", "factor": 2.0}}, "'rope_scaling.factor' is 2.0"),
