@@ -56,12 +56,14 @@ class HFCheckpoint:
         self.files: dict[str, SafetensorsFile] = {}
         self.entries: dict[str, TensorEntry] = {}
         index, single = self.path / INDEX_FILE, self.path / WEIGHTS_FILE
-        if index.exists() and single.exists():
+        # A broken link or a pipe exists too; opening it names the mistake.
+        has_index, has_single = os.path.lexists(index), os.path.lexists(single)
+        if has_index and has_single:
             fail(self.path, f"it holds both {INDEX_FILE} and {WEIGHTS_FILE}; remove the one that is stale")
         with ExitStack() as opened:
-            if index.exists():
+            if has_index:
                 self._open_shards(index, opened)
-            elif single.exists():
+            elif has_single:
                 self._open(WEIGHTS_FILE, opened)
             else:
                 _require_weight_files(self.path)
@@ -335,7 +337,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = checkpoint_folder(path, CONFIG_FILES)
     file = folder / CONFIG_FILE
-    if not file.is_file():
+    if not os.path.lexists(file):
         fail(folder, f"it is not a Hugging Face checkpoint: it holds no {CONFIG_FILE}; {advice(folder)}")
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
@@ -385,7 +387,8 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _check_inside(folder: Path, name: str) -> None:
     """Raise CheckpointError for a link out of the checkpoint, except into blobs/* of the hub's cache."""
-    real, home = (folder / name).resolve(), folder.resolve()
+    # Path.resolve raises RuntimeError for a loop of links; opening the file names the loop.
+    real, home = (Path(os.path.realpath(path)) for path in (folder / name, folder))
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(real.parent == allowed for allowed in homes):
         fail(folder / name, f"it is a link to {real}, outside the checkpoint; copy the file into the folder instead")

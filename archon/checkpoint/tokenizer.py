@@ -15,7 +15,7 @@ from archon.checkpoint.hf_reader import CONFIG_FILE, checkpoint_folder, read_jso
 from archon.checkpoint.hub import CONFIG_FILES, model_folder
 from archon.checkpoint.native import find_checkpoint
 from archon.checkpoint.template_sandbox import bounded_chat_template
-from archon.schema.errors import TokenizerError
+from archon.schema.errors import CheckpointError, TokenizerError
 from archon.schema.files import TOKENIZER_BYTES, require_regular_files
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -66,17 +66,19 @@ def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[s
     folder = model_folder(path, CONFIG_FILES)
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder; expected one with a tokenizer")
+    require_regular_files(folder, TOKENIZER_FILES, TOKENIZER_BYTES, TokenizerError)
     if not has_tokenizer(folder):
         raise TokenizerError(f"{folder}: it holds no tokenizer (no tokenizer.json); copy the tokenizer's files there")
-    require_regular_files(folder, TOKENIZER_FILES, TOKENIZER_BYTES, TokenizerError)
     # Imported here because importing transformers takes seconds.
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise TokenizerError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
+        reason = _damaged_file(folder) or " ".join(str(error).split())[:200]
+        raise TokenizerError(
+            f"{folder}: its tokenizer cannot be loaded ({reason}); copy the tokenizer's files again from their source"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise TokenizerError(
             f"{folder}: its tokenizer has no end-of-text token to end an answer with; set eos_token in its config"
@@ -97,6 +99,17 @@ def load_tokenizer(path: str | os.PathLike[str], model_path: str | os.PathLike[s
             )
     tokenizer.state_on_disk = _state(tokenizer)
     return tokenizer
+
+
+def _damaged_file(folder: Path) -> str | None:
+    """Say which file of a tokenizer is no JSON object, which transformers' own errors do not name; None for none."""
+    for name in TOKENIZER_FILES:
+        if name.endswith(".json") and (folder / name).is_file():
+            try:
+                read_json(folder / name, TOKENIZER_BYTES)
+            except CheckpointError as damage:
+                return str(damage)
+    return None
 
 
 def _state(tokenizer: Any) -> tuple[Any, ...]:

@@ -436,6 +436,15 @@ def test_missing_or_broken_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="in: its tokenizer cannot be loaded") as caught:
         load_tokenizer(folder)
     assert "\n" not in str(caught.value)
+    assert "tokenizer.json: it is not JSON" in str(caught.value)
+    make_tokenizer(tmp_path / "list")
+    (tmp_path / "list" / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config.json: expected a JSON object, got list\); copy"):
+        load_tokenizer(tmp_path / "list")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "tokenizer.json")
+    with pytest.raises(TokenizerError, match=r"tokenizer.json: it is a named pipe"):
+        load_tokenizer(tmp_path / "pipe")
     make_tokenizer(tmp_path / "endless")
     with pytest.raises(TokenizerError, match="endless: its tokenizer has no end-of-text token"):
         load_tokenizer(tmp_path / "endless")
