@@ -28,6 +28,7 @@ from archon.checkpoint.safetensors_file import (
     TensorEntry,
     bitwise_equal,
     fail,
+    unique_keys,
 )
 from archon.checkpoint.tensor_reader import JobReader, RowDecoder, Source, lazy_tensor, read_jobs
 from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
@@ -398,7 +399,7 @@ def read_json(file: Path, max_bytes: int = JSON_BYTES) -> dict[str, Any]:
     """Read a JSON object; raise CheckpointError if it is missing, larger than `max_bytes` or malformed."""
     data = read_limited(file, max_bytes, CheckpointError)
     try:
-        content = json.loads(data.decode("utf-8"))
+        content = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         fail(file, f"it is not JSON ({error})")
     if not isinstance(content, dict):

@@ -148,16 +148,10 @@ def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -
         CheckpointError: the header violates the format: invalid JSON, duplicate names, unknown dtypes, sizes that
             differ from shape × item size, overlaps, gaps, data beyond the end of the file, or unused bytes.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        if len(content) < len(pairs):
-            duplicate, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"key {duplicate!r} appears twice")
-        return content
-
     try:
-        content = json.loads(header.decode("utf-8"), object_pairs_hook=unique, parse_constant=_reject_json_constant)
+        content = json.loads(
+            header.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_reject_json_constant
+        )
     except (ValueError, RecursionError) as error:
         fail(file, f"its header is not valid JSON ({error}); the file is damaged")
     if not header.startswith(b"{") or not isinstance(content, dict):
@@ -200,6 +194,15 @@ def _entry(file: str | os.PathLike[str], base: int, name: str, item: Any) -> Ten
 
 def _is_shape(values: Any) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raise ValueError for a repeated key, of which Python would keep the last value."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        duplicate, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key {duplicate!r} appears twice")
+    return content
 
 
 def _reject_json_constant(name: str) -> NoReturn:

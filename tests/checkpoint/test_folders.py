@@ -145,3 +145,10 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         os.truncate(folder / "model.safetensors", 4000)
         with pytest.raises(CheckpointError, match=r"model.safetensors: it ends within key '.*'; was it changed"):
             checkpoint.read(targets)
+
+
+def test_a_repeated_key_of_a_config_is_refused(tmp_path: Path) -> None:
+    folder, _ = make_checkpoint(tmp_path)
+    file = folder / "config.json"
+    file.write_text(file.read_text().rstrip().removesuffix("}") + ', "hidden_size": 4096}')
+    assert_refused("config.json: it is not JSON .key 'hidden_size' appears twice", folder)

@@ -236,6 +236,9 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ({"rank_pattern": {"q_proj": 5}}, "has rank 2, but adapter_config.json says 5"),
         ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no regular expression of names: missing \)"),
         ({"use_rslora": "false"}, "use_rslora is 'false'; expected true or false"),
+        ({"r": 2**40}, "r is 1099511627776; expected a positive whole number below 2147483648"),
+        ({"lora_alpha": 1e308}, "lora_alpha is 1e\\+308; expected a positive number below 2147483648"),
+        ({"rank_pattern": {"q_proj": 0}}, r"config.json: rank_pattern\['q_proj'\] is 0; expected a positive whole"),
         ({"rank_pattern": [1]}, r"rank_pattern is \[1\]; expected positive numbers by module names"),
     ],
 )

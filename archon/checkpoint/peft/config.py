@@ -21,6 +21,7 @@ CONFIG_FILE = "adapter_config.json"
 WRITTEN_PEFT_VERSION = "0.21.2"
 """PEFT version of the written format."""
 _MAX_BYTES = 2**24
+_MAX_SIZE = 2**31  # of a rank and an alpha; torch's sizes of a LoRA stay in 32 bits
 MAX_PATH = 1024
 """Maximum characters of a path or hub id: Linux allows 4,096 bytes, and a character has at most 4."""
 
@@ -183,14 +184,14 @@ def _with_revision(base: str, revision: str | None) -> str:
 
 
 def _rank(path: Path, field: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        fail(path, f"{field} is {value!r}; expected a positive whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _MAX_SIZE:
+        fail(path, f"{field} is {value!r}; expected a positive whole number below {_MAX_SIZE}")
     return value
 
 
 def _alpha(path: Path, field: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**31:
-        fail(path, f"{field} is {value!r}; expected a positive number")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < _MAX_SIZE:
+        fail(path, f"{field} is {value!r}; expected a positive number below {_MAX_SIZE}")
     return float(value)
 
 
@@ -199,8 +200,10 @@ def _patterns(path: Path, config: Mapping[str, Any], field: str) -> NamePatterns
     if not isinstance(values, dict):
         fail(path, f"{field} is {values!r}; expected positive numbers by module names")
     check = _rank if field == "rank_pattern" else _alpha
+    # CheckpointError is a ValueError: the values are checked outside of the block, which would name the file twice.
+    checked = {key: check(path, f"{field}[{key!r}]", value) for key, value in values.items()}
     try:
-        return NamePatterns({key: check(path, f"{field}[{key!r}]", value) for key, value in values.items()})
+        return NamePatterns(checked)
     except ValueError as error:
         fail(path, f"{field} has {error}")
 

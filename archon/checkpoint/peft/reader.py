@@ -74,16 +74,20 @@ def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> d
 def read_peft_config(path: str | os.PathLike[str]) -> PeftConfig:
     """Read the config of a folder or hub id; raise CheckpointError like `read_sizes`."""
     folder = model_folder(path)
-    if not (folder / CONFIG_FILE).is_file():
+    if not os.path.lexists(folder / CONFIG_FILE):  # reading a pipe or a broken link names it
         inside = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG_FILE}"))[:5]
         hint = f"; it has LoRA folders, name one: {', '.join(inside)}" if inside else ""
         fail(folder, f"it has no {CONFIG_FILE}; expected a LoRA folder in PEFT's format{hint}")
-    if not (folder / WEIGHTS_FILE).is_file():
+    if not os.path.lexists(folder / WEIGHTS_FILE):
         pickled = (folder / "adapter_model.bin").exists()
         fail(
             folder,
             f"it has no {WEIGHTS_FILE}"
-            + (", and adapter_model.bin is a pickle, which is never read; save it as safetensors" if pickled else ""),
+            + (
+                ", and adapter_model.bin is a pickle, which is never read; save it as safetensors"
+                if pickled
+                else "; copy that file into the folder"
+            ),
         )
     return read_config(folder / CONFIG_FILE)
 
