@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ from archon.rl.rewards import AsyncRewardWrapper
 from archon.rl.rollout import Rollout
 from archon.rl.weight_sync import build_inprocess_engine, engine_weights
 from archon.rl.workflows import RLVRWorkflow, VisionRLVRWorkflow
+from archon.schema.capacity import GIB, memory_bytes
 from archon.schema.config import EngineConfig, derive_engine
 from archon.schema.errors import ConfigError
 from archon.training.config import BootstrapConfig, SFTConfig, TokenizerRecipe, WarmupConfig, WarmupTarget
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+WEIGHT_BYTES = 4  # of a new weight, which is float32
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 _PARTS = (
     "{%- macro parts(content) %}{%- if content is string %}{{- content }}{%- else %}{%- for part in content %}"
@@ -246,11 +249,12 @@ class RewardProbe:
 def write_blank(config: BootstrapConfig, path: Path) -> None:
     """Write everything but the weights: configs, tokenizer and, for a vision model, image processor."""
     recipe = config.tokenizer
+    if recipe.kind == "bpe" and recipe.train_data is None:
+        raise ConfigError("bootstrap: tokenizer.train_data is not set; kind 'bpe' needs a training dataset")
     tokenizer = make_tokenizer(recipe)
     image = _write_config(config, tokenizer, path)
     if recipe.kind == "bpe":
-        if recipe.train_data is None:
-            raise ConfigError("bootstrap: tokenizer.train_data is not set; kind 'bpe' needs a training dataset")
+        assert recipe.train_data is not None
         rows = load_rows(recipe.train_data, "rl", None, None if image is None else ImageReader(path, image))
         texts = [text.replace(IMAGE, "") for row in rows for text in (row["prompt"], str(row.get("answer", "")))]
         tokenizer = make_tokenizer(recipe, texts)
@@ -290,9 +294,23 @@ def _write_config(config: BootstrapConfig, tokenizer: Any, path: Path) -> ImageF
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"bootstrap: hf_config is not a config of {config.model_type}: {reason}") from error
     try:
-        image = spec.model_args_class.from_hf_config(hf_config).image_format
+        args = spec.model_args_class.from_hf_config(hf_config)
+        shapes = spec.state_dict_adapter_class(hf_config.to_dict()).native_shapes
     except ConfigError as error:
         raise ConfigError(f"bootstrap: hf_config: {error}") from None
+    image = args.image_format
+    if args.vocab_size < len(tokenizer):
+        raise ConfigError(
+            f"bootstrap: hf_config: vocab_size is {args.vocab_size}, but the tokenizer has {len(tokenizer)} tokens; "
+            "leave it out to use that number"
+        )
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    if parameters * WEIGHT_BYTES > memory_bytes():
+        raise ConfigError(
+            f"bootstrap: hf_config describes a model of {parameters:,} parameters in float32, more than the "
+            f"{memory_bytes() / GIB:.1f} GiB of memory of this machine; set hidden_size, intermediate_size and "
+            "num_hidden_layers, whose defaults are those of a large model"
+        )
     if recipe.images != (image is not None):
         raise ConfigError(
             f"bootstrap: tokenizer.images is {json.dumps(recipe.images)}, but {config.model_type} has "

@@ -132,7 +132,9 @@ class TokenizerRecipe(StrictModel):
 
     kind: Literal["characters", "bpe"] = Field("characters", description="one token per character, or byte-level BPE")
     alphabet: str = Field("0123456789+-*/=() ", description="characters of kind `characters`")
-    vocab_size: int = Field(2048, ge=260, description="vocabulary size of kind `bpe`, special tokens included")
+    vocab_size: int = Field(
+        2048, ge=260, le=2**20, description="vocabulary size of kind `bpe`, special tokens included"
+    )
     train_data: DatasetConfig | None = Field(None, description="training text of kind `bpe`")
     images: bool = Field(False, description="add the image tokens and the chat template of Qwen")
     chat_template: Literal["plain", "chatml"] = Field(

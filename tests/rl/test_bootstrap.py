@@ -202,6 +202,25 @@ def test_bpe_without_a_dataset_names_the_missing_field(tmp_path: Path) -> None:
         ensure_checkpoint(config, tmp_path / "model")
 
 
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        (
+            {"hf_config": {"hidden_size": 2**24}},
+            r"a model of [\d,]+ parameters .* set hidden_size",
+        ),
+        ({"hf_config": {"vocab_size": 5}}, "vocab_size is 5, but the tokenizer has 22 tokens; leave it out"),
+        ({"tokenizer": {"kind": "bpe", "vocab_size": 10**9}}, "vocab_size"),
+    ],
+    ids=["hidden_size", "vocab_size", "bpe"],
+)
+def test_a_model_that_cannot_be_created_is_refused_before_its_weights(
+    tmp_path: Path, values: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        ensure_checkpoint(BootstrapConfig.parse(values), tmp_path / "model")
+
+
 def test_bpe_is_trained_on_the_questions_of_a_dataset_with_pictures(tmp_path: Path) -> None:
     """Its size is that of the model's embeddings, and no token is spent on what stands for a picture in a text."""
     data = DatasetConfig(path="shapes", subset="count+color")
