@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHATML_LETTERS = "\nsystemuserassistant"
+"""Characters that ChatML writes around the messages: without them the tokenizer refuses every conversation."""
 WEIGHT_BYTES = 4  # of a new weight, which is float32
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 _PARTS = (
@@ -88,7 +90,7 @@ def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTra
 
     special = [PAD, START, END, *(IMAGE_TOKENS if recipe.images else ())]
     if recipe.kind == "characters":
-        alphabet = sorted({*recipe.alphabet, *("\n" if recipe.chat_template == "chatml" else "")})
+        alphabet = sorted({*recipe.alphabet, *(CHATML_LETTERS if recipe.chat_template == "chatml" else "")})
         tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate([*special, *alphabet])}))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
