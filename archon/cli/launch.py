@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from archon.schema.capacity import require_rank_capacity
 from archon.schema.children import forget_folder, keep_folder
 from archon.schema.errors import ConfigError
 
@@ -53,9 +54,12 @@ def command(
         raise ConfigError("several hosts need --rdzv-endpoint HOST:PORT and --rdzv-id ID, the same on all of them")
     if nnodes * nproc_per_node == 1 and not max_restarts:
         os.execv(sys.executable, [sys.executable, "-m", "archon", *arguments])  # one rank needs no launcher
+    require_rank_capacity(nproc_per_node)
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     config = LaunchConfig(
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # the default makes a temporary folder, and leaves it
         min_nodes=nnodes,
         max_nodes=nnodes,
         nproc_per_node=nproc_per_node,

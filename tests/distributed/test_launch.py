@@ -196,3 +196,12 @@ def test_launchers_of_two_hosts_start_one_run(tmp_path: Path) -> None:
     outputs = [host.communicate(timeout=180)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], outputs
     assert sum("replicas after a step: bitwise equal" in output for output in outputs) == 1
+
+
+def test_the_command_leaves_no_temporary_folder_and_refuses_ranks_that_do_not_fit(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "archon", "launch", "--nproc-per-node"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([*run, "2", "sft", "--help"], env=environment, check=True, stdout=subprocess.DEVNULL)
+    assert not [*tmp_path.iterdir()]
+    many = subprocess.run([*run, "100000", "sft"], env=environment, capture_output=True, text=True, timeout=20)
+    assert many.returncode == 2 and "100000 ranks do not fit this machine" in many.stderr
