@@ -6,6 +6,7 @@ Every field has its default, description and unit here; `archon <command> --help
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -67,6 +68,20 @@ class OneLineErrors(ModelMetaclass):
             raise ConfigError(f"{self.__name__}: {describe_validation_error(error)}") from None
 
 
+def _reject_bool(key: str, value: Any, annotation: Any) -> None:
+    """Raise ValueError for true or false in a field of numbers, which pydantic reads as 1 or 0."""
+    values = value if isinstance(value, list) else (value,)
+    if any(isinstance(item, bool) for item in values):
+        types = _types(annotation)
+        if bool not in types and (int in types or float in types):
+            raise ValueError(f"{key}: got {json.dumps(value)}, expected a number")
+
+
+def _types(annotation: Any) -> list[Any]:
+    """Return an annotation and all types and literals inside it."""
+    return [annotation, *(part for argument in get_args(annotation) for part in _types(argument))]
+
+
 class StrictModel(BaseModel, metaclass=OneLineErrors):
     """A pydantic model that rejects unknown keys, naming the nearest valid one."""
 
@@ -83,6 +98,7 @@ class StrictModel(BaseModel, metaclass=OneLineErrors):
                     if nested := cls._nested_key(str(key)):
                         raise ValueError(f"unknown key {key!r}, did you mean {nested!r}?")
                     raise ValueError(f"unknown key {key!r}{nearest(str(key), list(cls.model_fields))}")
+                _reject_bool(str(key), data[key], cls.model_fields[key].annotation)
         return data
 
     @classmethod

@@ -138,6 +138,8 @@ def test_a_key_may_stand_in_brackets():
         ("name: a\n", ["steps"], "override 'steps' is not key=value"),
         ("name: a\n", ["steps=[1"], "override 'steps=[1' is not YAML"),
         ("name: a\n", ["optimizer.lr=.inf"], "optimizer.lr: got inf, input should be a finite number"),
+        ("name: a\n", ["steps=true"], "steps: got true, expected a number"),
+        ("name: a\noptimizer: {lr: true}\n", [], "optimizer: lr: got true, expected a number"),
         ("name: a\n", ["optimizer.lr=inf"], "optimizer.lr: got 'inf', input should be a finite number"),
     ],
 )
