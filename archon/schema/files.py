@@ -70,7 +70,7 @@ def regular_handle(
     except OSError as reason:
         if reason.errno == errno.ENXIO:
             raise error(f"{name}: it is a socket or a device, not a regular file") from None
-        if reason.errno in (errno.ENOENT, errno.ELOOP) and os.path.islink(path):
+        if reason.errno == errno.ENOENT and os.path.islink(path):
             target = shown_path(os.readlink(path))
             raise error(f"{name}: it is a link to {target}, which does not exist; copy the file instead") from None
         raise error(f"{name}: cannot be read: {_why(reason)}") from None

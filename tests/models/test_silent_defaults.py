@@ -21,4 +21,4 @@ def test_so_do_the_fields_that_published_configs_write_otherwise(family: str) ->
     """The other fields are in the sweep of `make test-models`, in this style as well."""
     outcomes, wrong = field_outcomes(family, "hub", REFERENCES.get(family), restyled_only=True)
     assert wrong == []
-    assert outcomes["equal"] >= 12 and outcomes["rejected"] >= 3, "the variants say little"
+    assert outcomes["equal"] >= 10 and outcomes["rejected"] >= 3, "the variants say little"
