@@ -30,7 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every n-th layer without a window is counted from zero",
         "models/hf/config.py",
-        "slides = [(layer + 1) % period != 0 for layer in range(n_layers)]",
+        "slides = [(layer + (not first_is_full)) % period != 0 for layer in range(n_layers)]",
         "slides = [layer % period != 0 for layer in range(n_layers)]",
         ("tests/models/test_hf_config.py",),
     ),

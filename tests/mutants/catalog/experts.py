@@ -68,7 +68,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "groups are chosen by their best expert, not by the two best",
         "models/layers/moe.py",
-        "groups.topk(2, dim=-1).values.sum(-1)",
+        "groups.topk(self.spec.group_best, dim=-1).values.sum(-1)",
         "groups.amax(-1)",
         (f"{ROUTER}::test_group_limited_routing_in_plain_steps",),
     ),
