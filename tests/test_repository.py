@@ -191,7 +191,8 @@ def run_tests(tmp_path, body, *arguments, ci=None):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu\n  data\n")
     (tmp_path / "test_sample.py").write_text(body)
     (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('a_module_nobody_has')\n")
-    changed = {"CI": ci, "ARCHON_DATA": None, "CUDA_VISIBLE_DEVICES": ""}
+    unsampled = {"ARCHON_SAMPLE": None, "ARCHON_SAMPLE_FUNCTIONS": None}
+    changed = {"CI": ci, "ARCHON_DATA": None, "CUDA_VISIBLE_DEVICES": ""} | unsampled
     environment = {name: value for name, value in (os.environ | changed).items() if value is not None}
     command = ["-q", "-p", "no:cacheprovider", *arguments]
     return run_code(f"import pytest, sys; sys.exit(pytest.main({command}))", environment=environment, cwd=tmp_path)
