@@ -197,7 +197,7 @@ def _is_shape(values: Any) -> bool:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise ValueError for a repeated key, of which Python would keep the last value."""
+    """Return a JSON object; raise ValueError if a key is repeated. Python's reader would keep the last value."""
     content = dict(pairs)
     if len(content) < len(pairs):
         duplicate, _ = Counter(name for name, _ in pairs).most_common(1)[0]

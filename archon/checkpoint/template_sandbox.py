@@ -34,7 +34,7 @@ MAX_PRODUCED = 2**27
 MAX_STEPS = 2**23
 """Maximum iterations, calls, operators and filters of one rendering: 1 to 3 seconds."""
 MAX_SECONDS = 10.0
-"""Maximum time of one rendering, whose steps may read long values; a step that has begun is finished."""
+"""Maximum time to render a template. It is checked between steps, so a step that has begun is finished."""
 MAX_BITS = 2**14
 """Maximum bits of an integer product or power."""
 _SLOT = 8  # bytes of a reference; a character counts 1
@@ -150,7 +150,7 @@ def _bounded_chunks(chunks: Iterable[str]) -> Iterator[str]:
 
 
 class _Generator(compiler.CodeGenerator):
-    """Compiler whose `~`, slices and literals of containers count their values."""
+    """Compiler whose code counts the sizes of values that `~`, slices, lists and dictionaries create."""
 
     def _output_child_pre(self, node: nodes.Expr, frame: Any, finalize: Any) -> None:
         super()._output_child_pre(node, frame, finalize)
@@ -256,7 +256,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _SAFE[key]
 
     def printed(self, value: Any) -> Any:
-        """Check a value of the output, whose pieces `concat` counts."""
+        """Check the size of a value that is printed. `concat` counts the printed strings."""
         if type(value) is not str:
             budget = _budget()
             budget.check(_text_size(value, budget))
@@ -545,10 +545,10 @@ def _parts(context: Any, source: str) -> list[tuple[str, bool]]:
 
 @functools.lru_cache(maxsize=128)
 def _bounded_source(source: str) -> str:
-    """Return a template whose text is that of `source`, rendered with limits.
+    """Return a template that renders `source` with limits.
 
-    transformers compiles and renders it in its own environment, with the variables that it prepares. `source` is a
-    string in it, so that transformers finds the same words in both.
+    transformers compiles and renders the returned template in its own environment, with its own variables. The template
+    contains `source` as a string, because transformers searches the text of a template for some words.
     """
     FILTERS[_PARTS] = _parts  # new environments have it
     text = source.encode("unicode_escape").decode().replace("'", "\\'")

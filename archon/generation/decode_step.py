@@ -104,7 +104,7 @@ class UnreadTokens:
     def read(self) -> tuple[list[int], list[float]]:
         """Wait for the step, and return token and logprob of each sequence. Afterwards `experts` is valid too.
 
-        The logprob of a sequence whose LoRA produces non-finite values is not finite.
+        If the LoRA of a sequence produces non-finite values, the logprob of its token is not finite.
 
         Raises:
             NotFiniteError: the model itself produces non-finite values.

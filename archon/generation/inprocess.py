@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 REPLICA_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 SCORING_TRIES = 3
-"""How often a thread computes scores while the weights change, before the event loop computes them itself."""
+"""Number of tries in a thread. If the weights change during each of them, the event loop computes the scores."""
 _DEFAULT_MEMORY_FRACTION = 0.25  # maximum share of the free memory for a cache of unspecified size
 
 
@@ -360,8 +360,8 @@ class InProcessEngine:
     ) -> PromptScores:
         """Return what `score_prompt` returns. On a CPU, a thread computes it, next to the steps of unfinished requests.
 
-        Scores during which the weights or the loaded LoRAs changed are discarded and computed again. On a GPU the event
-        loop computes them, because a CUDA graph may be captured meanwhile.
+        If the weights or the loaded LoRAs change meanwhile, the scores are discarded and computed again. On a GPU the
+        event loop computes them, because another thread must not start kernels while a CUDA graph is captured.
         """
         scoring = self._scoring(tokens, temperature, lora, images)
         if self._generator.device.type != "cpu":
@@ -377,7 +377,7 @@ class InProcessEngine:
                 scores.cancel()  # has no effect if it is done
             if self._weights_state == before:
                 return scores.result()
-            scores.exception()  # expected of weights that were being replaced
+            scores.exception()  # marks an error as seen; weights that are being replaced may cause one
             scoring = self._scoring(tokens, temperature, lora, images)
         return scoring()
 

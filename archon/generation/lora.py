@@ -97,7 +97,7 @@ class StackedLoRAs(NamedTuple):
     scales: Tensor
 
     def keep(self, low: Tensor, lora_mapping: LoRAMapping) -> Tensor:
-        """Scale products low [T, ..., n r] of rows with `a` or `b` in place, and set those of other slots to 0."""
+        """Scale the products low [T, ..., n r] with `a` or `b` in place; set the products of other slots to 0."""
         others = lora_mapping.others(self.rank)
         return low.mul_(self.scales).masked_fill_(others.view(len(low), *[1] * (low.dim() - 2), -1), 0)
 

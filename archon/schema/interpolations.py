@@ -15,7 +15,7 @@ from archon.schema.errors import ConfigError
 REFERENCES = 10_000
 """Maximum number of references to resolve; each takes some 50 µs."""
 CHARACTERS = 2**24
-"""Maximum number of characters that references stand for, twice those of the largest YAML file."""
+"""Maximum number of characters after references are replaced: twice the size of the largest YAML file."""
 NESTED = 20
 """Maximum number of `${…}` inside each other; the time to parse them grows with the square."""
 

@@ -33,7 +33,7 @@ _KERNEL_SECONDS = 30.0  # a process that is still there is stuck in the kernel
 
 
 class Keeper:
-    """Keeper of the process `owner`, whose children have `token` in their mark; `pipe` is the end to read."""
+    """Keeper of the process `owner`. Its children have `token` in their mark; the keeper reads from `pipe`."""
 
     def __init__(self, pipe: int, owner: int, token: str) -> None:
         self._pipe, self._token = pipe, token
@@ -118,7 +118,7 @@ class Keeper:
 
 
 class _Process:
-    """A process whose end the keeper awaits. `file` becomes readable at its end; None if the system has no pidfd."""
+    """A process that the keeper waits for. `file` is its pidfd, readable once it ends; None if there are no pidfds."""
 
     def __init__(self, pid: int, group: str = "") -> None:
         self.pid, self.group = pid, group
@@ -127,7 +127,7 @@ class _Process:
             self.file = os.pidfd_open(pid)
 
     def is_gone(self) -> bool:
-        """Whether no process has this id."""
+        """Whether the process has ended and its id is free."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:

@@ -55,7 +55,7 @@ def _remove(unlocked: Path, path: Path) -> None:
 
 
 def _remove_unlocked(parent: Path, prefix: str) -> None:
-    name = re.compile(re.escape(prefix) + "[0-9a-f]{16}")  # a user's folder may begin alike
+    name = re.compile(re.escape(prefix) + "[0-9a-f]{16}")  # a user's folder may have the same prefix
     for folder in filter(lambda folder: name.fullmatch(folder.name), parent.iterdir()):
         with suppress(OSError):  # another user's folder, just removed, or locked by its process
             file = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
