@@ -12,13 +12,12 @@ from torch import Tensor
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 
 from archon.models import get_model_spec
-from archon.models.attention.meta import PackedAttention
 from archon.models.layers.mamba import Mamba, MambaLayer
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.state_space import state_space_scan
 from archon.schema.errors import ConfigError
 from archon.tools.check.oracle import relative_error
-from tests.models.test_delta_net import PACKS, SLOW_DECAY, FixedOutput, documents_of
+from tests.models.test_delta_net import PACKS, SLOW_DECAY, FixedOutput, documents_of, require_isolated_documents
 from tests.tolerances import REORDER_FP64
 
 LAYER = MambaLayer(n_heads=4, n_groups=2, head_dim=5, state_dim=6, kernel_size=4, norm=NormSpec(1e-6))
@@ -96,20 +95,7 @@ def slow_layer(dtype: torch.dtype = torch.float32) -> Mamba:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [(5, 130, 7), (20, 9, 3)])
 def test_a_document_does_not_see_the_one_before_it(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
-    module = slow_layer(dtype)
-    x = torch.randn(sum(lengths), 24, dtype=dtype)
-    other = x.clone()
-    before = lengths[0] + lengths[1]
-    other[lengths[0] : before] += 1
-    bounds = documents_of(lengths)
-    out, changed = (module(rows, None, PackedAttention(bounds.cu_seqlens, bounds.max_seqlen)) for rows in (x, other))
-    assert torch.equal(out[: lengths[0]], changed[: lengths[0]])
-    assert torch.equal(out[before:], changed[before:])
-    assert not torch.equal(out[lengths[0] : before], changed[lengths[0] : before])
-    # The same tokens as one document: the state does reach as far.
-    (length,) = whole = (sum(lengths),)
-    one = [module(rows, None, PackedAttention(documents_of(whole).cu_seqlens, length)) for rows in (x, other)]
-    assert not torch.equal(one[0][before:], one[1][before:])
+    require_isolated_documents(slow_layer(dtype), lengths, dtype)
 
 
 def test_step_sizes_stay_float32_in_a_bfloat16_model() -> None:
