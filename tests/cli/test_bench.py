@@ -34,7 +34,7 @@ from tests.tools.bench.made import record, row
         (("MODEL", "--seq", "64", "--device", "tpu"), "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (("MODEL", "d1", "d2", "--seq", "64", "--set", "share_prefix=1"), "did you mean 'share_prefixes'?"),
         (("nowhere", "--seq", "64"), "nowhere"),
-        (("--compare", "a.json", "b.json"), "a.json: No such file"),
+        (("--compare", "a.json", "b.json"), "a.json: cannot be read: No such file"),
         (("--compare", "MODEL/config.json", "b.json"), "config.json is not a record of archon bench"),
     ],
 )
