@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,36 +55,32 @@ def card_of(family: CheckedFamily) -> dict[str, tuple[str, str]]:
     return read_card(path) if path.exists() else {}
 
 
-def support_table(families: Sequence[CheckedFamily]) -> str:
-    """Return the family table of the top-level README: the proven properties."""
+def zoo_table(families: Sequence[CheckedFamily]) -> str:
+    """Return the family table of models/README.md: descriptions, and proven properties from the cards."""
     rows = [
-        "| family | `model_type` | against transformers | greedy tokens | two ranks |",
-        "| --- | --- | --- | --- | --- |",
+        "| family | `model_type` and card | what it is | against transformers | greedy tokens | two ranks |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for family in families:
         card = card_of(family)
         found = [card.get(name, ("", "not checked yet")) for name in ("parity", "generation", "two ranks")]
         proven = " | ".join((f"✗ {text}" if mark == "✗" else text).replace("|", r"\|") for mark, text in found)
-        name, _ = described(family)
-        link = f"[{family.model_type}](models/cards/{family.model_type}.md)" if card else f"`{family.model_type}`"
-        rows.append(f"| {name} | {link} | {proven} |")
-    return "\n".join(rows)
-
-
-def zoo_table(families: Sequence[CheckedFamily]) -> str:
-    """Return the family table of models/README.md: the descriptions."""
-    rows = ["| family | Hugging Face `model_type` | what it is | lines |", "| --- | --- | --- | --- |"]
-    for family in families:
         name, what = described(family)
-        file = family.file.name
-        rows.append(f"| [{name}]({file}) | `{family.model_type}` | {what} | {family.lines} of {family.line_budget} |")
+        link = f"[{family.model_type}](cards/{family.model_type}.md)" if card else f"`{family.model_type}`"
+        rows.append(f"| [{name}]({family.file.name}) | {link} | {what} | {proven} |")
     return "\n".join(rows)
+
+
+def family_names(families: Sequence[CheckedFamily]) -> str:
+    """Return the names of all families in one paragraph, for the top-level README."""
+    names = dict.fromkeys(described(family)[0].removesuffix("'s text decoder") for family in families)
+    return textwrap.fill(", ".join(names) + ".", 120)
 
 
 def pages() -> dict[Path, str]:
-    """Return the READMEs with their tables as they should be, by path."""
+    """Return the pages that this module writes, by path."""
     families = checked_families()
-    tables = {ROOT / "README.md": support_table(families), ROOT / "models" / "README.md": zoo_table(families)}
+    tables = {ROOT / "README.md": family_names(families), ROOT / "models" / "README.md": zoo_table(families)}
     texts = {path: with_table(path.read_text(encoding="utf-8"), table) for path, table in tables.items()}
     return texts | {ROOT / "models" / "RELEASED.md": released_page()}
 

@@ -1,4 +1,4 @@
-"""Write benchmarks/README.md from the records, and its summary into the top-level README.md.
+"""Write benchmarks/README.md from the records, and their headlines into the top-level README.md.
 
 python -m benchmarks.readme            # write both
 python -m benchmarks.readme --check    # exit code 1 if a file differs from the records
@@ -38,6 +38,17 @@ TITLES = {
 }
 # Many small cases of one kind: a line each.
 COMPACT = {"speed"}
+# The rows of the top-level README.md: benchmark, case, ratio, and the sentence's subject.
+HEADLINES = (
+    ("train_step", "ragged", "archon / transformers (padded)", "training on rows of different lengths, to transformers with padded rows"),
+    ("train_step", "even", "archon / torchtitan", "training on rows of one length, to torchtitan"),
+    ("train_step", "even", "archon / megatron-core", "the same, to megatron-core"),
+    ("lora", "ragged", "archon / peft (padded)", "LoRA training, to PEFT with padded rows"),
+    ("generate", "ragged", "archon / transformers generate (static cache)", "generation, to transformers"),
+    ("generate", "ragged", "archon / vLLM (CPU build)", "generation, to vLLM"),
+    ("time_to_reward", "arithmetic", "TRL / archon, time to TRL's best reward", "RL, time to the best reward of TRL"),
+    ("trees", "samples", "archon / no prefix sharing", "RL training step with 8 answers per prompt, to no shared prefixes"),
+)
 TITLE = "# Benchmarks"
 INTRODUCTION = f"""
 `python -m benchmarks.readme` writes this page from `records/`; a test fails if they differ.
@@ -226,8 +237,19 @@ def readme(records: Sequence[Record]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def with_summary(text: str, records: Sequence[Record]) -> str:
-    """Return `text` with the summary between the markers.
+def headlines(records: Sequence[Record]) -> str:
+    """Return the table of the top-level README.md: how many times as fast as a peer, for the `HEADLINES` with records."""
+    by_case = {(record.benchmark, record.case): record for record in records}
+    rows = []
+    for benchmark, case, name, subject in HEADLINES:
+        if (benchmark, case) in by_case:
+            link = f"[{subject}](benchmarks/README.md#{benchmark}-{case})"
+            rows.append([link, ratio(by_case[benchmark, case].ratios[name])])
+    return table(["archon compared", "times as fast"], rows)
+
+
+def with_headlines(text: str, records: Sequence[Record]) -> str:
+    """Return `text` with the headlines between the markers.
 
     Raises:
         ValueError: the markers are missing.
@@ -235,8 +257,8 @@ def with_summary(text: str, records: Sequence[Record]) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"README.md has no place for the summary: expected {BEGIN} and {END}")
-    return f"{before}{begin}\n{summary(records)}\n{end}{after}"
+        raise ValueError(f"README.md has no place for the headlines: expected {BEGIN} and {END}")
+    return f"{before}{begin}\n{headlines(records)}\n{end}{after}"
 
 
 def wanted(records: Sequence[Record]) -> dict[Path, str]:
@@ -244,7 +266,7 @@ def wanted(records: Sequence[Record]) -> dict[Path, str]:
     files = {HERE / "README.md": readme(records)}
     top = HERE.parent / "README.md"
     if top.exists():
-        files[top] = with_summary(top.read_text(encoding="utf-8"), records)
+        files[top] = with_headlines(top.read_text(encoding="utf-8"), records)
     return files
 
 

@@ -76,7 +76,7 @@ def test_a_layout_is_chosen_checked_and_trained_with_from_a_folder_without_weigh
     (tmp_path / "blank").rename(tmp_path / "model")
     programs = {"archon": ["archon"], "torchrun": ["torch.distributed.run", "--standalone"]}
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for line in shown("choose-check-train", language="bash").splitlines():
+    for line in shown("choose-check-train", ROOT / "archon" / "README.md", "bash").splitlines():
         program, *arguments = shlex.split(line, comments=True)
         done = subprocess.run(
             [sys.executable, "-m", *programs[program], *arguments],
@@ -159,10 +159,34 @@ def test_the_family_of_the_models_guide_is_installed_listed_and_passes_its_contr
     assert found.count("✓") == len(contracts), found
 
 
-def test_every_file_and_recipe_that_the_readme_names_is_there() -> None:
-    text = README.read_text()
-    paths = re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r"--config (\S+\.yaml)", text)
+def anchors(page: Path) -> set[str]:
+    """The fragments that the headings of a page have on GitHub."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
-    made_there = re.findall(r"--output (\S+)", text)
-    assert paths
-    assert [path for path in paths if path not in made_there and not (README.parent / path).exists()] == []
+
+PAGES = sorted(
+    ROOT / name for name in subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).splitlines()
+)
+
+
+def test_every_file_section_and_recipe_that_the_pages_name_is_there() -> None:
+    missing = []
+    for page in PAGES:
+        text = page.read_text()
+        made_there = re.findall(r"--output (\S+)", text)
+        for path, fragment in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text):
+            target = page.parent / path if path else page
+            if not target.exists() or (fragment and target.suffix == ".md" and fragment not in anchors(target)):
+                missing.append(f"{page.relative_to(ROOT)}: {path}#{fragment}")
+        for path in re.findall(r"--config (\S+\.yaml)", text):
+            if path not in made_there and "/" in path and not (ROOT / path).exists():
+                missing.append(f"{page.relative_to(ROOT)}: {path}")
+    assert missing == []
+
+
+def test_the_readme_is_short_and_starts_with_something_to_run() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 150
+    assert any(line.startswith("make demo") for line in lines[:20])

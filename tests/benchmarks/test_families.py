@@ -59,7 +59,7 @@ def test_every_family_keeps_to_its_lines(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_family_without_a_card_is_said_to_be_unchecked(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "CARDS", tmp_path)
     [llama] = [family for family in checked_families() if family.model_type == "llama"]
-    assert families.support_table([llama]).count("not checked yet") == 3
+    assert families.zoo_table([llama]).count("not checked yet") == 3
 
 
 def test_a_page_without_a_place_for_the_table_is_refused() -> None:
