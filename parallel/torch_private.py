@@ -86,10 +86,16 @@ PRIVATE_APIS = {
         "device meshes",
         _names(
             "torch.distributed.device_mesh.DeviceMesh: _root_mesh _concatenate",
-            "torch.distributed.tensor.debug: _clear_sharding_prop_cache",
         ),
-        "shard a parameter over dimensions of several meshes; drop cached meshes of a destroyed default group",
+        "shard a parameter over dimensions of several meshes",
         "DeviceMesh.from_group makes another root per mesh; torch.compile finds the groups of a mesh in its root",
+    ),
+    "mesh_caches": PrivateApi(
+        "device meshes",
+        _names("torch.distributed.tensor.debug: _clear_sharding_prop_cache"),
+        "drop cached meshes of a destroyed default group",
+        "DTensor caches meshes by ranks, and a new default group gives their groups other names",
+        on_import=False,  # its module imports torch.compile, a second of start-up
     ),
     "collectives": PrivateApi(
         "collectives",
@@ -402,6 +408,7 @@ def wrap_waits(label: Callable[[int], AbstractContextManager[Any]]) -> Iterator[
 
 def clear_mesh_caches() -> None:
     """Clear the meshes in DTensor's caches."""
+    require_private_apis("mesh_caches")
     import torch.distributed.tensor.debug as debug
 
     debug._clear_sharding_prop_cache()

@@ -197,6 +197,27 @@ def test_meshes(fake_lines: list[str]) -> None:
     assert fake_lines[3] == "('b', 'd')"
 
 
+def test_mesh_caches() -> None:
+    program = (
+        "import sys, torch\n"
+        "from torch.distributed.tensor import DTensor, Replicate, init_device_mesh\n"
+        "from archon.parallel import torch_private\n"
+        "torch_private.join_fake_group(0, 1)\n"
+        "print('torch._dynamo' in sys.modules)\n"
+        "mesh = init_device_mesh('cpu', (1,))\n"
+        "_ = DTensor.from_local(torch.ones(2), mesh, [Replicate()]) + 1\n"
+        "from torch.distributed.tensor import debug\n"
+        "count = lambda: debug._get_python_sharding_prop_cache_info().misses "
+        "+ debug._get_fast_path_sharding_prop_cache_stats()[1]\n"
+        "before = count()\n"
+        "torch_private.clear_mesh_caches()\n"
+        "print(before > 0, count())\n"
+    )
+    lines = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT, timeout=120).splitlines()
+    assert lines[0] == "False", "importing torch_private imports torch.compile"
+    assert lines[1] == "True 0"
+
+
 def test_collectives(fake_lines: list[str]) -> None:
     assert fake_lines[4] == "(6,)"
     assert not has_private_api("torch.distributed.functional_collectives"), (
