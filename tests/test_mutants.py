@@ -123,11 +123,13 @@ def sample(folder: Path, seconds: float = 0.0, change: tuple[str, str] = ("", ""
     return run_tests(folder, ["tests/test_sample.py"], folder, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_tests_that_pass_have_noticed_nothing(tmp_path: Path) -> None:
     outcome = sample(tmp_path)
     assert (outcome.failed, outcome.caught, outcome.error) == (None, False, None)
 
 
+@pytest.mark.slow
 def test_the_first_test_that_fails_is_named(tmp_path: Path) -> None:
     outcome = sample(tmp_path, change=("return a + b", "return a * a - b"))
     assert outcome.failed == "tests/test_sample.py::test_fine" and outcome.caught
@@ -135,6 +137,7 @@ def test_the_first_test_that_fails_is_named(tmp_path: Path) -> None:
     assert row["by"] == outcome.failed and row["caught"] and row["commit"] == "abc"
 
 
+@pytest.mark.slow
 def test_a_source_that_cannot_be_imported_is_an_error_and_no_success(tmp_path: Path) -> None:
     outcome = sample(tmp_path, change=("import time", "import no_such_module"))
     assert not outcome.caught and outcome.error is not None and "no_such_module" in outcome.error

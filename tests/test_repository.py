@@ -209,6 +209,7 @@ def test_any_other_skip_fails_the_run(workers, tmp_path):
     assert "test_gpu" not in blamed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ci", "code"), [(None, 0), ("true", 1)])
 def test_data_tests_may_be_skipped_where_there_is_none_but_not_in_ci(tmp_path, ci, code):
     done = run_tests(tmp_path, NEEDY, "test_sample.py", ci=ci)

@@ -60,6 +60,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=PARITY_FP32 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_logits_are_archons(tmp_path: Path) -> None:
     folders = [make_checkpoint(tmp_path / name, **changes)[0] for name, changes in MODELS.items()]
@@ -89,6 +90,7 @@ def test_logits_of_tensor_parallel_ranks_are_archons(tmp_path: Path, groups: int
     assert_same(torch.load(tmp_path / "out.pt", weights_only=True), archon_logits(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_every_rank_has_the_tensors_that_it_is_given(tmp_path: Path) -> None:
     """Loading ends in an error for a name that is missing or unknown, and for a shape that differs."""

@@ -144,7 +144,7 @@ def test_a_single_prompt_has_no_interval(archon, checkpoint, data, tmp_path):
         (("CHECKPOINT", "--data", "DATA", "--reward", REWARD, "--n", "2", "--temperature", "0"), "set n=1"),
         (("CHECKPOINT", "--data", "DATA", "--reward", REWARD, "temperatur=1"), "did you mean 'temperature'"),
         (("--url", "http://127.0.0.1:9/v1", "--data", "DATA", "--reward", REWARD), "http://127.0.0.1:9/v1: Connection"),
-        (("--url", "", "--data", "DATA", "--reward", REWARD), "--url: got ''; expected http://HOST:PORT"),
+        (("--url", "", "--data", "DATA", "--reward", REWARD), "the value of option --url is empty; expected a value"),
         (("--url", "file:///etc/passwd", "--data", "DATA", "--reward", REWARD), "--url: got 'file:///etc/passwd'"),
         (("tokenizer=a/b", "--url", "http://x", "--data", "DATA", "--reward", REWARD), "a/b"),
         (("reward=a//b", "--url", "http://x", "--data", "DATA"), "unknown reward 'a//b'"),

@@ -37,6 +37,7 @@ def test_memory_that_does_not_hold_the_libraries_is_named():
     assert said.startswith("archon: out of memory (") and "ulimit -v" in said
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_written_is_named():
     read, closed = os.pipe()
     os.close(read)
@@ -51,6 +52,7 @@ def test_output_that_cannot_be_written_is_named():
         assert complaint(done) == f"archon: standard output cannot be written: {reason}"
 
 
+@pytest.mark.slow
 def test_closed_standard_streams_lose_only_what_is_printed(checkpoint: Path):
     target = checkpoint.parent / "native"
 
@@ -64,6 +66,7 @@ def test_closed_standard_streams_lose_only_what_is_printed(checkpoint: Path):
     assert (done.returncode, done.stdout) == (2, "")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_more_files_than_may_be_open_is_named(checkpoint: Path):
     tensors = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors").unlink()

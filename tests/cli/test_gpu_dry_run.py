@@ -62,6 +62,7 @@ def test_what_cannot_be_predicted(recipe, arguments, complaint):
     assert complaint in recipe("sft", "gsm8k_sft_gpu.yaml", *arguments).complaint
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_what_auto_chooses_here(recipe):
     done = recipe("sft", "gsm8k_sft_gpu.yaml", "--dry-run", "model.device=cpu")
     assert done.code == 0, done.err

@@ -63,6 +63,7 @@ def test_the_rows_of_arrays_and_of_worker_processes_are_those_of_a_list(
     assert list(load(file, limit=7).rows) == plain.rows[:7]
 
 
+@pytest.mark.slow
 def test_bad_rows_of_every_chunk_are_skipped_and_counted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_rows, "CHUNK", 300)
     plain = list(load(file).rows)

@@ -63,6 +63,7 @@ def test_a_tensor_that_differs_is_named_on_the_ranks_that_hold_it(tmp_path: Path
     assert "rank 0: differs" in done.stdout and "rank 1: differs" in done.stdout
 
 
+@pytest.mark.slow
 def test_its_time_limit_is_set(tmp_path: Path) -> None:
     code = block("timeout", "python") + (
         "from torch.distributed import distributed_c10d\n"

@@ -199,6 +199,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_under_torchrun(tmp_path: Path) -> None:
     path = write_config(tmp_path, "tied")
     options = ["--layout", "t2", "--dtype", "float32", "--fresh", "--tokens", str(TOKENS)]

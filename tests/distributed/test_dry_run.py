@@ -53,6 +53,7 @@ def real(path: str, layout: str, options: dict[str, Any], micro_batches: int) ->
     return rank_report(engine, dist.get_rank(), recorder.sums)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "model", "options", "micro_batches"), CASES, ids=lambda x: str(x))
 def test_the_predicted_rank_is_the_real_one(
     layout: str,

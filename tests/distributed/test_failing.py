@@ -55,6 +55,7 @@ def found(pattern: str, text: str) -> str:
     return match[0] if match else pattern
 
 
+@pytest.mark.slow
 def test_the_traceback_of_the_rank_that_raised_and_no_other(tmp_path: Path) -> None:
     code, output = fail(tmp_path, "raise")
     assert code == 1

@@ -42,6 +42,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_after_its_workers(tmp_path: Path) -> None:
     """A worker that drops a tensor while the interpreter ends aborts the process."""
     start = [sys.executable, "-c", RANK]

@@ -40,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_do_not_change_with_the_data_parallel_size(
     folder: Path, ranks: Callable[[int], Pool]
 ) -> None:

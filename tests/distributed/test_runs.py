@@ -117,6 +117,7 @@ def test_a_batch_and_held_out_rows_may_be_fewer_than_the_ranks(
     assert_same_weights(weights, alone, two["run_dir"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2", *SLOW])
 def test_rl_samples_and_trains_the_same(
     layout: str, folder: Path, rl_alone: dict[str, Tensor], ranks: Callable[[int], Pool]

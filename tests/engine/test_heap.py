@@ -93,6 +93,7 @@ print((_resident_bytes() - start) >> 20)
 """
 
 
+@pytest.mark.slow
 def test_products_of_ever_other_shapes_hold_a_bounded_memory() -> None:
     done = subprocess.run([sys.executable, "-c", RAGGED], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 240  # MiB; some 160 here, and 330 without a bound, which ends at 1060

@@ -91,6 +91,7 @@ def test_frozen_weights_are_shared_only_with_the_same_shape_and_dtype() -> None:
     assert trained[0].weight is not owner[0].weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2", "t2", "c2"])
 def test_a_critic_on_the_actors_base_trains_as_one_apart_in_every_layout(base: str, ranks: Pool, layout: str) -> None:
     for found, shared in ranks.run(critics, base, {"layout": layout}):
@@ -105,6 +106,7 @@ def ppo(checkpoint: Path, run_dir: Path, /, **changes: Any) -> RLConfig:
     return rl_run(checkpoint, run_dir, **common | {"checkpoint": {"every": 2}} | changes)
 
 
+@pytest.mark.slow
 def test_ppo_trains_two_adapters_on_one_base_and_resumes(checkpoint: Path, tmp_path: Path) -> None:
     whole = RLTrainer(ppo(checkpoint, tmp_path / "whole"))
     whole.train()

@@ -125,6 +125,7 @@ def pushed(base: str, layout: str) -> tuple[int, float]:
     return generator.stats.pushed_bytes, float(differences(engine, generator).max())
 
 
+@pytest.mark.slow
 def test_every_layouts_generator_computes_the_trainers_policy(base: str, ranks: Pool) -> None:
     alone, _ = pushed(base, "d1")
     for layout in ("d2", "t2", "p2"):

@@ -259,6 +259,7 @@ def test_linear_weights_may_be_transposed_views() -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=FORMULA_FP64)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_gradients() -> None:
     model, (tokens, positions, cu_seqlens, longest) = build(), packed()
     twin = build()

@@ -272,6 +272,7 @@ def test_they_are_built_once_for_all_processes(monkeypatch: pytest.MonkeyPatch, 
     assert (built.stat().st_mtime_ns, built.stat().st_ino) == (first.st_mtime_ns, first.st_ino)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 1000, -1])
 def test_a_damaged_library_is_built_anew(kept: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

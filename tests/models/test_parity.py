@@ -60,8 +60,7 @@ COMMON: tuple[Feature, ...] = (
 )
 OWN_HEAD_DIM: tuple[Feature, ...] = (lambda c: c.head_dim * c.num_attention_heads != c.hidden_size,)
 # Families whose heads always have hidden_size / num_attention_heads features.
-DERIVED_HEAD_DIM = ("olmoe", "qwen2_5_vl")
-DERIVED_HEAD_DIM = ("cohere2", "olmoe")
+DERIVED_HEAD_DIM = ("cohere2", "olmoe", "qwen2_5_vl")
 GROUPED: tuple[Feature, ...] = (
     lambda c: 1 < c.num_key_value_heads < c.num_attention_heads,
     lambda c: c.num_key_value_heads == 1 < c.num_attention_heads,

@@ -56,6 +56,7 @@ def test_a_thread_that_asks_while_another_reads_the_families_waits(
     assert found == [True] * 4
 
 
+@pytest.mark.slow
 def test_mypy_accepts_model_classes_as_annotations(tmp_path: Path) -> None:
     (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,numpy.*,pydantic.*]\nfollow_imports = skip\n")
     (tmp_path / "use.py").write_text(

@@ -48,6 +48,7 @@ def small(config: RLConfig, **rollout: Any) -> RLConfig:
     return RLConfig.parse(run)
 
 
+@pytest.mark.slow
 def test_a_hostile_server_is_left_out_and_no_prompt_is_lost(
     rl_config: MakeConfig, twin: Callable[..., VLLMTwin], hostile: HostileTwin
 ) -> None:

@@ -315,6 +315,7 @@ def test_a_resumed_run_that_runs_ahead_trains_each_prompt_exactly_once(rl_config
     assert set(range(2 * 6)) <= set(trained)
 
 
+@pytest.mark.slow
 def test_tokens_sampled_beside_an_update_are_of_the_weights_they_name(rl_config: MakeConfig, tokenizer: Any) -> None:
     """The update's new weights must not reach the generator before they are pushed."""
     rollout = {"prompts_per_step": 6, "n_gold_checks": 0, "max_staleness": 1}

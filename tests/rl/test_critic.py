@@ -26,6 +26,7 @@ def ppo(blank: Path, **changes: Any) -> dict[str, Any]:
     return {"algorithm": PPO, "critic": critic, "gconfig": {"n_samples": 1, "max_new_tokens": 4}} | changes
 
 
+@pytest.mark.slow
 def test_the_critic_learns_what_the_answers_will_earn(rl_config: MakeConfig, blank: Path) -> None:
     """One answer a prompt: without groups the critic alone is the baseline."""
     rollout = {"prompts_per_step": 48, "n_gold_checks": 0}

@@ -198,6 +198,7 @@ def test_a_second_signal_leaves_at_once_and_the_run_goes_on_from_its_last_whole_
     assert_bitwise_equal_runs(config, whole)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_warm_up_ends_the_run_in_one_line(rl_config: MakeConfig, tmp_path: Path) -> None:
     tokenizer = {"kind": "characters", "alphabet": "0123456789+=", "chat_template": "plain"}
     warmup = {"total_steps": 3, "batch_size": 8, "train_data": {"path": "arithmetic"}}

@@ -36,6 +36,7 @@ def start(config: RLConfig, kill_at: str | None = None) -> subprocess.Popen[byte
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_kill_9_inside_a_save_and_resume_is_bitwise_and_trains_each_prompt_exactly_once(
     rl_config: MakeConfig, tmp_path: Path, kills: Kills
 ) -> None:

@@ -71,6 +71,7 @@ def opened(checkpoint: Path) -> Iterator[RLTrainer]:
         yield trainer
 
 
+@pytest.mark.slow
 @of_each_family
 def test_the_first_ratio_is_one_with_pictures_and_is_refused_where_the_pixels_did_not_travel(opened: RLTrainer) -> None:
     batch = opened.rollout_batch().trajectories
@@ -89,6 +90,7 @@ def test_the_first_ratio_is_one_with_pictures_and_is_refused_where_the_pixels_di
         assert metrics["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_the_tower_sees_the_picture_of_a_prompt_once(opened: RLTrainer) -> None:
     opened.rollout_batch()
     assert opened.generator._generator.image_cache.computed == 3  # type: ignore[union-attr]
@@ -105,6 +107,7 @@ def test_adapters_are_trained_on_prompts_with_pictures(checkpoint: Path) -> None
             assert metrics["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_pictures_go_from_process_to_process_each_once(opened: RLTrainer) -> None:
     batch = opened.rollout_batch()
     rows = (batch.trajectories["group_ids"] == 0).nonzero().flatten().tolist()

@@ -84,6 +84,7 @@ def asked(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.httpx.AsyncClient. support for:UserWarning")
 def test_a_published_framework_calls_a_tool_and_its_answers_alone_are_trained(tokenizer: Any) -> None:
     pairs = asked(tokenizer)

@@ -186,6 +186,7 @@ def check_health(folder: Path, url: str, cases: dict[str, Any]) -> dict[str, flo
     return worst
 
 
+@pytest.mark.slow
 def test_health_answers_during_the_largest_requests(folder: Path, url: str) -> None:
     worst = check_health(folder, url, FAST)
     assert max(worst.values()) < HEALTH_SECONDS, worst

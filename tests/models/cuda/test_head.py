@@ -345,6 +345,7 @@ def split_vocabulary(device: torch.device, soft_cap: float | None) -> float:
     return max(relative_error(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_a_vocabulary_split_over_ranks(device: torch.device) -> None:
     with Pool(2) as pool:
         for soft_cap in SOFT_CAPS:

@@ -155,6 +155,7 @@ def test_an_invented_family_outside_the_repository_passes_and_gets_a_card(tmp_pa
     assert found["two ranks"][1] == "d2, t2, c2 allgather, c2 ulysses, p2"
 
 
+@pytest.mark.slow
 def test_a_family_under_another_name_is_compared_with_the_type_it_computes_as(tmp_path: Path) -> None:
     file = tmp_path / "renamed.py"
     file.write_text(RENAMED)

@@ -41,6 +41,7 @@ def new_model(source: Path, target: Path, capsys: pytest.CaptureFixture[str]) ->
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_llama_under_another_name_becomes_a_family_that_passes(tmp_path: Path) -> None:
     source, file = write_model(tmp_path / "model", "llama"), tmp_path / "my_llama.py"
     done = run_archon("new-model", source, "--output", file)
