@@ -130,18 +130,37 @@ def evaluate(
 async def collect(
     rows: Sequence[Mapping[str, Any]], answerer: Answerer, reward: AsyncRewardWrapper, config: EvalConfig, file: Path
 ) -> list[Scored]:
-    """Return the scored answers in row order; append each row's answers to `file` when they finish."""
+    """Return the scored answers in row order; append each row's answers to `file` when they finish.
+
+    Prints a line on the progress after 3 s, and then every 10 s.
+    """
     from archon.rl.answers import score_answers
     from archon.training.loop import contain_exits
 
     contain_exits(asyncio.get_running_loop())
     scored: list[Scored] = []
+    progress = asyncio.create_task(show_progress(scored, len(rows)))
     with named_errors(file), file.open("w", encoding="utf-8") as answers:
-        async for row in score_answers(rows, answerer, reward, config.n, config.seed):
-            scored.append(row)
-            answers.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in row.records)
-            answers.flush()
+        try:
+            async for row in score_answers(rows, answerer, reward, config.n, config.seed):
+                scored.append(row)
+                answers.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in row.records)
+                answers.flush()
+        finally:
+            progress.cancel()
     return sorted(scored, key=lambda row: row.index)
+
+
+async def show_progress(scored: Sequence[Scored], total: int) -> None:
+    """Print how many rows are scored, their mean reward, and the time left, until it is canceled."""
+    started = time.monotonic()
+    await asyncio.sleep(3)
+    while True:
+        rewards = [reward for row in scored for reward in row.rewards]
+        left = (time.monotonic() - started) / max(1, len(scored)) * (total - len(scored))
+        text = f"  reward {sum(rewards) / len(rewards):.4g}  {left:.0f} s left" if rewards else ""
+        print(f"eval {len(scored)}/{total}{text}", flush=True)
+        await asyncio.sleep(10)
 
 
 def load_answerer(checkpoint: Path, config: EvalConfig, lora: Path | None = None) -> tuple[Answerer, Any]:

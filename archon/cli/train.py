@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import typer
 from archon.cli.config import config_command, load_config, read_bootstrap
 from archon.cli.options import ConfigFile, DryRun, Overrides, TargetGpu
 from archon.cli.report import write_run_report
+from archon.schema.config import EngineConfig
 
 
 class Run(NamedTuple):
@@ -115,4 +117,20 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
             getattr(rl, run.trainer)(config, runner).train()
         if runner.world.is_main:
             write_run_report(runner)
+            if runner.directory.export.is_dir():
+                runner.log(f"next: {next_command(command, config, engine, runner.directory.export)}")
     return runner.exit_code
+
+
+def next_command(command: str, config: Any, engine: EngineConfig, export: Path) -> str:
+    """Return a command that uses the export of a finished run."""
+    folder = shlex.quote(str(export))
+    if command == "preference" and config.loss == "reward":
+        return f"archon rl reward.model={folder} …"
+    base = shlex.quote(str(engine.path))
+    if engine.lora is None:
+        return f"archon generate {folder} --prompt …"
+    if engine.lora.loras is None:
+        return f"archon generate {base} --lora {folder} --prompt …"
+    loras = " ".join(f"--lora {shlex.quote(f'{name}={export / name}')}" for name in engine.lora.loras)
+    return f"archon serve {base} {loras}"

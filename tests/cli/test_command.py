@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -199,6 +200,8 @@ def test_sft_trains_exports_and_reports(archon, sft_overrides, tmp_path):
     assert (run / "report" / "report.html").is_file() and (run / "report" / "loss.png").is_file()
     AutoModelForCausalLM.from_pretrained(run / "export")
     AutoTokenizer.from_pretrained(run / "export")
+    program, *command = shlex.split(done.out.rpartition("next: ")[2].replace("…", "1+1="))
+    assert program == "archon" and archon(*command).code == 0
 
 
 def test_rl_trains_exports_and_reports(archon, rl_overrides, tmp_path):

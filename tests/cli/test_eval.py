@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -189,3 +191,15 @@ def test_a_row_that_the_template_refuses_is_named(archon, checkpoint, data, tmp_
     for out, source in (("direct", [checkpoint]), ("served", ["--url", "http://127.0.0.1:9/v1"])):
         complaint = archon("eval", *source, *options, "--out", tmp_path / out).complaint
         assert f"{data}:3: it has tools, but the tokenizer's chat template ignores them" in complaint
+
+
+async def slow(prompt: str, completions: str, prompt_ids, completion_ids, **row) -> float:
+    await asyncio.sleep(4 if prompt == ROWS[0][0] else 0)
+    return 1.0
+
+
+def test_a_long_evaluation_says_how_far_it_is(archon, checkpoint, data, tmp_path):
+    asked = ("--data", data, "--reward", f"{__name__}.slow", "--out", tmp_path / "out", "max_new_tokens=3")
+    done = archon("eval", checkpoint, *asked)
+    assert done.code == 0, done.err
+    assert re.search(r"^eval 3/4  reward 1  \d+ s left$", done.out, flags=re.M), done.out
