@@ -18,6 +18,7 @@ from archon.parallel.comm import Group, all_reduce
 from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs, overlong_penalty
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
+from archon.rl.algorithms.covariance import CovarianceLoss, select_tokens
 from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import M2POLoss, second_moment_mask
 from archon.rl.algorithms.mixed import MixedLoss, mixing_weights
@@ -133,6 +134,12 @@ class PolicyUpdate:
                     "it to the trajectory, or set the option to false"
                 )
             batch["loss_mask"] = torch.where(trajectories["truncated"].unsqueeze(1), 0, mask)
+        # 4. Select the tokens of a covariance loss.
+        if isinstance(config.policy_loss, CovarianceLoss):
+            old, mask = batch[self._old_logprobs_column], batch["loss_mask"]
+            draws = _generator(self.seed, step, 0)
+            batch["selected_tokens"] = select_tokens(advantages, old, mask, config.policy_loss, draws)
+            metrics["selected_fraction"] = int(batch["selected_tokens"].sum()) / max(int((mask > 0).sum()), 1)
         return batch, metrics
 
     def mix(self, batch: Batch, demonstrations: Mapping[str, Any], step: int) -> tuple[Batch, dict[str, float]]:

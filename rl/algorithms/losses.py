@@ -26,6 +26,7 @@ class PolicyTerms:
         documents: int [T], trajectory of each token, from 0 to `n_documents` − 1.
         n_documents: number of trajectories.
         demonstrations: [T], 1 at tokens of demonstrations; None without demonstrations.
+        selected: [T], 1 at tokens that a covariance loss selected from the batch; None for other losses.
     """
 
     logprobs: Tensor
@@ -35,6 +36,7 @@ class PolicyTerms:
     documents: Tensor
     n_documents: int
     demonstrations: Tensor | None = None
+    selected: Tensor | None = None
 
     @property
     def ratio(self) -> Tensor:

@@ -11,6 +11,7 @@ from archon.engine.batch import PackedBatch
 from archon.engine.loss import Metrics, document_ids, masked_sum
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.config import AlgorithmConfig
+from archon.rl.algorithms.covariance import CovarianceLoss
 from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyTerms
 
@@ -20,8 +21,8 @@ class PolicyObjective:
     """Policy objective: policy loss + kl.coef · KL(π ‖ π_ref) − entropy_coef · H.
 
     The micro-batch holds per-token `loss_mask`, `advantages` and the generator's `logprobs`. Depending on the
-    configuration it also holds `ref_logprobs`, `prox_logprobs` (the denominator of the ratio), `policy_weights` and
-    `demonstrations`.
+    configuration it also holds `ref_logprobs`, `prox_logprobs` (the denominator of the ratio), `policy_weights`,
+    `demonstrations` and `selected_tokens`.
     """
 
     config: AlgorithmConfig
@@ -46,7 +47,9 @@ class PolicyObjective:
         generated = column("logprobs")
         old = column("prox_logprobs") if config.recomputes_logprobs else generated
         demonstrations = mb["demonstrations"] if config.policy_loss.uses_demonstrations else None
-        terms = PolicyTerms(logprobs, old, mb["advantages"], mask, document_ids(mb), mb.n_documents, demonstrations)
+        selected = mb["selected_tokens"] if isinstance(config.policy_loss, CovarianceLoss) else None
+        documents = document_ids(mb)
+        terms = PolicyTerms(logprobs, old, mb["advantages"], mask, documents, mb.n_documents, demonstrations, selected)
         policy = POLICY_LOSSES[config.policy_loss.kind](terms, config.policy_loss)
         log_ratio = (logprobs - generated).detach()
         policy_weights = weights * mb["policy_weights"].to(weights.dtype) if config.has_token_weights else weights

@@ -121,6 +121,16 @@ PRESETS.register("opsm")(
     GRPO | NO_KL | {"policy_loss": {"kind": "opsm", "clip_low": 0.2, "clip_high": 0.2, "max_drift": 0.5}}
 )
 
+# Clip-Cov and KL-Cov (arXiv 2505.22617), section 4: GRPO's advantages without prompts of equal rewards, no KL to a
+# reference, eight updates a batch of answers, mean over all tokens. Clip-Cov leaves out a random 2e-4 of the tokens,
+# with covariances between 1 and 5. KL-Cov adds a KL to the policy before the update, with weight 1, to the 2e-3 of the
+# tokens with the largest covariances (2e-4 for models of 32 billion parameters).
+_COVARIANCE: dict[str, Any] = GRPO | NO_KL | TOKEN_MEAN | {"zero_variance_groups": "drop", "minibatches": 8}
+PRESETS.register("clip_cov")(
+    _COVARIANCE | {"policy_loss": {"kind": "clip_cov", "fraction": 2e-4, "min_covariance": 1.0, "max_covariance": 5.0}}
+)
+PRESETS.register("kl_cov")(_COVARIANCE | {"policy_loss": {"kind": "kl_cov", "fraction": 2e-3, "coef": 1.0}})
+
 # CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1): no lower bound, no KL, mean over all tokens. The paper does not
 # state its upper bound; ScaleRL (arXiv 2510.13786) finds that the choice matters little around 4.
 PRESETS.register("cispo")(

@@ -165,7 +165,13 @@ def plain_advantages(of: AdvantageInputs, settings: Any) -> list[list[float]]:
     return placed
 
 
-def plain_loss(logprob: float, ratio: float, advantage: float, settings: Any) -> float:
+def plain_covariances(logprobs: Sequence[float], advantages: Sequence[float]) -> list[float]:
+    """Of the trained tokens of a batch, arXiv 2505.22617, equation 10."""
+    middle, mean = statistics.fmean(logprobs), statistics.fmean(advantages)
+    return [(logprob - middle) * (a - mean) for logprob, a in zip(logprobs, advantages, strict=True)]
+
+
+def plain_loss(logprob: float, ratio: float, advantage: float, settings: Any, selected: bool = False) -> float:
     """Of one token."""
     if settings.kind in ("ppo", "decoupled", "gspo", "opsm", "cispo", "mix", "chord"):
         clipped = min(max(ratio, 1 - settings.clip_low), 1 + settings.clip_high)
@@ -185,6 +191,8 @@ def plain_loss(logprob: float, ratio: float, advantage: float, settings: Any) ->
             return 0.0
         if advantage < 0 and ratio < 1 and moved > settings.delta_low:
             return 0.0
+    if selected and settings.kind in ("clip_cov", "kl_cov"):
+        return -advantage * ratio + settings.coef * abs(math.log(ratio)) if settings.kind == "kl_cov" else 0.0
     if settings.kind == "reinforce":
         return -advantage * logprob
     if settings.kind == "sppo":
@@ -238,7 +246,8 @@ def plain_objective(
                 p = math.exp(logprobs[t].item())
                 value = -logprobs[t].item() * (p * (1 - p) if config.policy_loss.kind == "chord" else 1.0)
             else:
-                value = plain_loss(logprobs[t].item(), math.exp(log_ratio), advantage, config.policy_loss)
+                selected = "selected_tokens" in batch.fields and bool(batch["selected_tokens"][t])
+                value = plain_loss(logprobs[t].item(), math.exp(log_ratio), advantage, config.policy_loss, selected)
             if not next(left):
                 value = 0.0
             elif config.has_token_weights:

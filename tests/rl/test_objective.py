@@ -33,6 +33,7 @@ def random_batch(seed: int = 0) -> tuple[Tensor, Tensor, PackedBatch]:
     mask[0:5] = 0  # a document without a loss token
     fields = {"loss_mask": mask, "advantages": noise(), "logprobs": -noise().abs(), "ref_logprobs": -noise().abs()}
     fields |= {"prox_logprobs": -noise().abs(), "policy_weights": noise().abs()}
+    fields["selected_tokens"] = mask * (torch.arange(total) % 3 == 0)
     fields["demonstrations"] = mask * (torch.arange(total) >= sum(lengths[:3]))  # the last two documents
     return -noise().abs(), noise().abs(), documents(lengths, **fields)
 

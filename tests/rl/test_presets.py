@@ -92,6 +92,22 @@ NO_KL = {"kl": {"kind": "k3", "coef": 0.0, "place": "loss"}}
             GROUP | NO_KL | {"policy_loss": CLIP["policy_loss"] | {"kind": "opsm", "max_drift": 0.5}},
         ),
         (
+            "clip_cov",
+            GROUP
+            | NO_KL
+            | TOKEN_MEAN
+            | {"zero_variance_groups": "drop", "minibatches": 8}
+            | {"policy_loss": {"kind": "clip_cov", "fraction": 2e-4, "min_covariance": 1.0, "max_covariance": 5.0}},
+        ),
+        (
+            "kl_cov",
+            GROUP
+            | NO_KL
+            | TOKEN_MEAN
+            | {"zero_variance_groups": "drop", "minibatches": 8}
+            | {"policy_loss": {"kind": "kl_cov", "fraction": 2e-3, "coef": 1.0}},
+        ),
+        (
             "cispo",
             GROUP | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "cispo", "clip_low": 1.0, "clip_high": 4.0}},
         ),
@@ -175,7 +191,8 @@ def test_preset_means_exactly_its_paper(preset: str, parts: dict[str, object]) -
     config = AlgorithmConfig(preset=preset).model_dump()
     assert {name: config[name] for name in parts} == parts
     if preset not in ("dapo",):
-        assert config["overlong"]["penalty"] == 0 and config["zero_variance_groups"] == "keep"
+        assert config["overlong"]["penalty"] == 0
+        assert config["zero_variance_groups"] == parts.get("zero_variance_groups", "keep")
     assert config["rewards"] == {"bias": 0.0, "scale": 1.0, "clip": None}
     assert config["correction"] == parts.get("correction", {"kind": "none"})
 
@@ -194,6 +211,8 @@ def test_every_preset_is_checked_above() -> None:
             "maxrl",
             "dppo",
             "opsm",
+            "clip_cov",
+            "kl_cov",
             "kpop",
             "step_wise_grpo",
             "gigpo",

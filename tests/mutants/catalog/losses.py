@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+COVARIANCE = ("tests/rl/test_covariance.py",)
 LOSSES = ("tests/rl/test_policy_losses.py", "tests/rl/test_objective.py")
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -209,5 +210,47 @@ MUTANTS: tuple[Mutant, ...] = (
         "relative = groups.subtract_baseline(groups.mean) / groups.mean[groups.trajectory_index]",
         "relative = groups.subtract_baseline(groups.mean) / (1 - groups.mean)[groups.trajectory_index]",
         ("tests/rl/test_advantages.py",),
+    ),
+    Mutant(
+        "KL-Cov penalizes the smallest covariances",
+        "rl/algorithms/covariance.py",
+        "covariance.argsort(descending=True, stable=True)",
+        "covariance.argsort(descending=False, stable=True)",
+        COVARIANCE,
+    ),
+    Mutant(
+        "Clip-Cov leaves out tokens above its upper bound too",
+        "rl/algorithms/covariance.py",
+        "(covariance[order] > self.min_covariance) & (covariance[order] < self.max_covariance)",
+        "covariance[order] > self.min_covariance",
+        COVARIANCE,
+    ),
+    Mutant(
+        "Clip-Cov draws among positions in the batch",
+        "rl/algorithms/covariance.py",
+        "order = covariance.argsort()",
+        "order = torch.arange(len(covariance))",
+        COVARIANCE,
+    ),
+    Mutant(
+        "the covariance is not centered by the mean advantage",
+        "rl/algorithms/covariance.py",
+        "(logp - logp.mean()) * (a - a.mean())",
+        "(logp - logp.mean()) * a",
+        COVARIANCE,
+    ),
+    Mutant(
+        "covariances are those of truncated answers too",
+        "rl/update.py",
+        'old, mask = batch[self._old_logprobs_column], batch["loss_mask"]',
+        "old = batch[self._old_logprobs_column]",
+        COVARIANCE,
+    ),
+    Mutant(
+        "Clip-Cov draws the same ranks in every step",
+        "rl/update.py",
+        "draws = _generator(self.seed, step, 0)",
+        "draws = _generator(self.seed, 0, 0)",
+        COVARIANCE,
     ),
 )
