@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from archon.rl.algorithms.config import ZeroVarianceGroups
 from archon.rl.episode import HEADER_BYTES, Episode, pack_episodes, unpack_episodes
 from archon.rl.episode_context import EpisodeContext
 from archon.rl.prompts import Prompt
@@ -81,7 +80,6 @@ class AsyncRollout:
         batch: B, groups per step.
         staleness: η, in versions.
         concurrent: C, the maximum number of running episodes; None: as many as the staleness allows.
-        zero_variance_groups: `keep` them, `drop` them (a smaller batch), or `resample` other prompts.
         max_resamples: at most `max_resamples` · B episodes of a batch are replaced.
     """
 
@@ -93,13 +91,12 @@ class AsyncRollout:
         batch: int,
         staleness: int,
         concurrent: int | None = None,
-        zero_variance_groups: ZeroVarianceGroups = "keep",
         max_resamples: int = 3,
     ) -> None:
         self._rollout, self._take = rollout, take
         self._batch, self._staleness = batch, staleness
         self._concurrent = (staleness + 1) * batch if concurrent is None else concurrent
-        self._zero_variance_groups, self._max_resamples = zero_variance_groups, max_resamples
+        self._max_resamples = max_resamples
         self._version = self._accepted = 0  # at the last batch
         self._running: list[InFlight] = []
         self._done: list[InFlight] = []  # accepted and untrained, in the order they ended
@@ -180,8 +177,9 @@ class AsyncRollout:
             self._running.remove(item)
             self._ended.set()
         episode = item.episode
-        item.trainable = episode.is_trainable(self._zero_variance_groups)
-        unwanted = episode.filtered or (self._zero_variance_groups == "resample" and not item.trainable)
+        rule = self._rollout.rule
+        item.trainable = episode.is_trainable(rule)
+        unwanted = episode.filtered or (rule.zero_variance == "resample" and not item.trainable)
         replaced = not episode.trajectories or unwanted
         if replaced and len(self._replaced) < self._max_resamples * self._batch:
             self._replaced.append(episode)

@@ -19,10 +19,10 @@ from torch import Tensor
 from archon.engine.batch import IMAGES
 from archon.models.vision.images import ProcessedImage, is_image_batch
 from archon.rl.algorithms.advantages import Groups
-from archon.rl.algorithms.config import ZeroVarianceGroups
+from archon.rl.algorithms.config import GroupRule
 from archon.rl.episode_context import EpisodeContext
 from archon.rl.prompts import Prompt
-from archon.rl.rewards.result import RewardRaised
+from archon.rl.rewards.result import REWARD_PART, RewardRaised
 from archon.schema.errors import RolloutError, UserError
 from archon.schema.user_code import ExitError
 
@@ -46,25 +46,31 @@ class Episode:
     @property
     def rewards(self) -> Tensor:
         """Rewards of the group's T trajectories, float64 [T]."""
-        if not self.trajectories:
-            return torch.empty(0, dtype=torch.float64)
-        rewards: Tensor = self.trajectories["rewards"]
-        if "trajectory_ids" not in self.trajectories:
-            return rewards.double()
-        one_group = torch.zeros(len(rewards), dtype=torch.int64)
-        return Groups(rewards, one_group, self.trajectories["trajectory_ids"]).rewards
+        return self._by_trajectory("rewards") if self.trajectories else torch.empty(0, dtype=torch.float64)
 
-    @property
-    def zero_variance(self) -> bool:
-        """Whether all trajectories of the group have the same reward."""
-        rewards = self.rewards
-        return not (len(rewards) > 0 and bool(rewards.max() > rewards.min()))
+    def _by_trajectory(self, column: str) -> Tensor:
+        """Return the means of a column [B] over each trajectory's rows, float64 [T], without rows that are NaN."""
+        group = self.trajectories or {}
+        values: Tensor = group[column]
+        present = ~values.isnan()
+        if "trajectory_ids" not in group:
+            return values[present].double()
+        one_group = torch.zeros(len(values), dtype=torch.int64)
+        return Groups(values[present], one_group[present], group["trajectory_ids"][present]).rewards
 
-    def is_trainable(self, zero_variance_groups: ZeroVarianceGroups) -> bool:
+    def has_zero_variance(self, rule: GroupRule) -> bool:
+        """Return whether all trajectories of the group have the same reward, by part if the rule says so."""
+        parts = [name for name in self.trajectories or {} if rule.by_part and name.startswith(REWARD_PART)]
+        for rewards in [self._by_trajectory(name) for name in parts] or [self.rewards]:
+            if len(rewards) > 0 and bool(rewards.max() > rewards.min()):
+                return False
+        return True
+
+    def is_trainable(self, rule: GroupRule) -> bool:
         """Return whether the group is part of the training batch."""
         if not self.trajectories or self.filtered:
             return False
-        return zero_variance_groups == "keep" or not self.zero_variance
+        return rule.zero_variance == "keep" or not self.has_zero_variance(rule)
 
 
 class RemoteError(Exception):

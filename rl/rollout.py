@@ -14,7 +14,7 @@ from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.rl.agent_sampling import SamplingPolicy
-from archon.rl.algorithms.config import ZeroVarianceGroups
+from archon.rl.algorithms.config import GroupRule
 from archon.rl.episode import Episode, error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.prompts import Prompt
@@ -92,6 +92,7 @@ class Rollout:
         check: raises for sampling parameters if the trainer cannot recompute their logprobs.
         accept: filter of a training group's tensors; False replaces the group like `resample` does. It must be
             deterministic: every process calls it for all groups.
+        rule: which groups are trained.
         agent_sampling: policy for the sampling parameters of agents' requests in training.
         world: the processes that split the episodes of `run`; None: all processes.
         log: called once per step and kind of dropped sample or failed episode.
@@ -106,6 +107,7 @@ class Rollout:
         n_samples: int | None = None,
         check: Callable[[GenerationHyperparameters], None] | None = None,
         accept: Callable[[dict[str, Any]], bool] | None = None,
+        rule: GroupRule | None = None,
         agent_sampling: SamplingPolicy | None = None,
         world: ControlPlane | None = None,
         log: Callable[[str], None] = print,
@@ -119,6 +121,7 @@ class Rollout:
         self._seed = seed
         self._check, self._agent_sampling = check, agent_sampling
         self._accept = accept
+        self.rule = rule or GroupRule()
         self._world = world
         self._log = log
         self._succeeded = False
@@ -131,7 +134,6 @@ class Rollout:
         n_prompts: int,
         step: int,
         *,
-        zero_variance_groups: ZeroVarianceGroups = "keep",
         max_resamples: int = 0,
     ) -> RolloutBatch:
         """Return one training batch of up to `n_prompts` groups.
@@ -140,16 +142,15 @@ class Rollout:
             take: returns the next n prompts of the data stream, or fewer at its end.
             n_prompts: the number of groups.
             step: the trainer's step, which seeds random streams.
-            zero_variance_groups: `keep` groups of equal rewards, `drop` them, or `resample` other prompts instead.
             max_resamples: maximum number of extra rounds.
         """
         counts, kept, episodes = Counter[str](), list[Episode](), list[Episode]()
-        replaces = zero_variance_groups == "resample" or self._accept is not None
+        replaces = self.rule.zero_variance == "resample" or self._accept is not None
         for round_ in range(max_resamples + 1 if replaces else 1):
             prompts = take(n_prompts - len(kept))
             counts["resampled" if round_ else "prompts"] += len(prompts)
             episodes += await self.run(prompts, step)
-            kept = [e for e in episodes if e.is_trainable(zero_variance_groups)]
+            kept = [e for e in episodes if e.is_trainable(self.rule)]
             if len(kept) >= n_prompts or not prompts:
                 break
         return self.make_batch(kept, episodes, counts, step)
@@ -264,7 +265,7 @@ class Rollout:
             elif episode.trajectories is None:
                 batch.counts["rejected"] += 1
                 continue
-            if episode.trajectories and episode.zero_variance:
+            if episode.trajectories and episode.has_zero_variance(self.rule):
                 batch.counts["zero_variance_groups"] += 1
             if episode.filtered:
                 batch.counts["filtered_groups"] += 1

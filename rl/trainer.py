@@ -250,7 +250,6 @@ class RLTrainer(BaseTrainer):
                 self.prompts.take,
                 rollout.prompts_per_step,
                 self.step,
-                zero_variance_groups=self.config.algorithm.zero_variance_groups,
                 max_resamples=rollout.max_resamples,
             )
         )
@@ -472,6 +471,7 @@ class RLTrainer(BaseTrainer):
             n_samples=config.gconfig.n_samples,
             check=lambda gconfig: check_recomputable(gconfig, temperature),
             accept=accept,
+            rule=config.algorithm.group_rule,
             agent_sampling=SamplingPolicy(config.rollout.agent_sampling, config.gconfig, self._log),
             log=self._log,
         )
@@ -482,7 +482,6 @@ class RLTrainer(BaseTrainer):
                 batch=config.rollout.prompts_per_step,
                 staleness=config.rollout.max_staleness,
                 concurrent=config.rollout.max_concurrent,
-                zero_variance_groups=self.config.algorithm.zero_variance_groups,
                 max_resamples=config.rollout.max_resamples,
             )
         workflows = evaluation_workflows(config, trained, evaluated) if self.held_out else {}

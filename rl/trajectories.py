@@ -21,6 +21,7 @@ from archon.generation.types import ModelResponse
 from archon.models.layers.routed_experts import FIELD, unknown_expert_id
 from archon.models.vision.images import is_image_batch
 from archon.rl.episode_context import EpisodeContext
+from archon.rl.rewards.result import REWARD_PART, part_columns
 from archon.schema.errors import RolloutError
 
 _TOKEN_FIELDS: dict[str, torch.dtype] = {
@@ -133,11 +134,22 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
             raise RolloutError(f"{source}: {key!r} of shape {expected} is {value[where].item()} at {where}")
         # float64 values of a float64 run keep their precision.
         checked[key] = value.detach().to(torch.promote_types(value.dtype, dtype) if dtype.is_floating_point else dtype)
+    for key in [key for key in checked if str(key).startswith(REWARD_PART)]:
+        checked[key] = _checked_part(checked[key], shape[:1], f"{source}: {key!r}")
     if (experts := checked.get(FIELD)) is not None:
         _check_experts(experts, shape, source)
     if bool((checked["loss_mask"] > checked["attention_mask"]).any()):
         raise RolloutError(f"{source}: 'loss_mask' of shape {shape} is 1 where 'attention_mask' is 0")
     return checked
+
+
+def _checked_part(part: Any, shape: tuple[int, ...], where: str) -> Tensor:
+    if not isinstance(part, Tensor) or tuple(part.shape) != shape:
+        actual = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+        raise RolloutError(f"{where} is {actual}, expected a tensor of shape {shape}: a part of each row's reward")
+    if bool(part.isinf().any()):
+        raise RolloutError(f"{where} holds an infinite number; expected finite numbers, or NaN for rows without it")
+    return part.detach().to(torch.promote_types(part.dtype, torch.float32))
 
 
 def _images_match_rows(trajectory: Mapping[str, Any], rows: int) -> bool:
@@ -162,11 +174,12 @@ def trajectory_tensors(
 
     Args:
         answers: G answers that passed `check_answer`, or G records of several turns.
-        rewards: G finite numbers.
+        rewards: G finite numbers; the parts of a `Reward` become columns.
         trajectory_ids: G integers, equal for parts of one trajectory; None: each row is a trajectory.
 
     Returns:
         The documented keys of a trajectory; `truncated` bool [G], True if the engine stopped at a length limit;
+        `reward/NAME` float [G] for each part of the rewards, NaN where a reward lacks it;
         `routed_experts` [G, S, L, k] if the engine records them; `images`, one list per row, if a prompt has images.
     """
     records = [answer if isinstance(answer, TokenRecord) else TokenRecord.from_response(answer) for answer in answers]
@@ -185,6 +198,7 @@ def trajectory_tensors(
         **({} if experts is None else {FIELD: experts}),
         "attention_mask": torch.from_numpy(np.arange(size) < size - np.array(missing)[:, None]),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
+        **{name: torch.tensor(part, dtype=torch.float32) for name, part in part_columns(rewards).items()},
         "truncated": torch.from_numpy(np.array([record.truncated for record in records])),
     }
     images = [record.images for record in records]
@@ -194,8 +208,14 @@ def trajectory_tensors(
 def join_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Concatenate groups of trajectories, filling optional columns that only some groups have.
 
-    The fill is 0 in `temperatures` (the run's temperature), the unknown expert id in `routed_experts`, and no images.
+    The fill is 0 in `temperatures` (the run's temperature), NaN in the parts of rewards, the unknown expert id in
+    `routed_experts`, and no images.
     """
+    if parts := {name for group in groups for name in group if name.startswith(REWARD_PART)}:
+        groups = [
+            {name: torch.full_like(group["rewards"], math.nan) for name in sorted(parts)} | {**group}
+            for group in groups
+        ]
     if any("temperatures" in group for group in groups):
         groups = [{"temperatures": torch.zeros(group["logprobs"].shape), **group} for group in groups]
     if (recorded := next((group[FIELD] for group in groups if FIELD in group), None)) is not None:

@@ -26,12 +26,15 @@ from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.rl.algorithms.steps import Step, split_steps
 from archon.rl.demonstrations import add_demonstrations
 from archon.rl.logprob_check import mean_logprob_difference
+from archon.rl.rewards.result import REWARD_PART
 from archon.schema.errors import RolloutError
 from archon.training.batch_sharding import score_sharded, shard_indices
 
 Batch = dict[str, Any]
 """Tensors [B, …] and lists of length B."""
 TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs")
+OVERLONG_PART = "overlong"
+"""Name of the overlong penalty among the parts of a reward."""
 OPTIONAL_FIELDS = ("temperatures", "images")
 """Optional fields for every model; only the policy gets `routed_experts`."""
 
@@ -113,6 +116,7 @@ class PolicyUpdate:
             self._steps(trajectories),
             batch[self._old_logprobs_column],
             batch.get("teacher_logprobs"),
+            self._reward_parts(trajectories, step) if config.advantage.needs_parts else None,
         )
         advantages = ADVANTAGES[config.advantage.kind](inputs, config.advantage)
         batch["advantages"] = advantages
@@ -192,15 +196,39 @@ class PolicyUpdate:
         """Return the rewards, float [B], after overlong penalty, transform and the shuffling control."""
         rewards = trajectories["rewards"]
         if self.algorithm.overlong.penalty > 0:
-            lengths = trajectories["loss_mask"].sum(1)
-            buffer = round(self.algorithm.overlong.buffer * self.max_new_tokens)
-            penalty = overlong_penalty(lengths, self.max_new_tokens, buffer)
+            penalty = self._overlong_penalty(trajectories)
             metrics["overlong_fraction"] = (penalty < 0).double().mean().item()
-            rewards = rewards + self.algorithm.overlong.penalty * penalty.to(rewards.dtype)
-        rewards = self.algorithm.rewards.transform(rewards)
-        if self.shuffle_rewards:
-            rewards = rewards[torch.randperm(len(rewards), generator=_generator(self.seed, step, 1))]
-        return rewards
+            rewards = rewards + penalty
+        return self._shuffled(self.algorithm.rewards.transform(rewards), step)
+
+    def _reward_parts(self, trajectories: Mapping[str, Any], step: int) -> dict[str, Tensor]:
+        """Return the parts of the rewards by name, float [B]; the overlong penalty is a part of its own."""
+        parts = {
+            name.removeprefix(REWARD_PART): self._shuffled(part, step)
+            for name, part in trajectories.items()
+            if name.startswith(REWARD_PART)
+        }
+        if parts and self.algorithm.overlong.penalty > 0:
+            if OVERLONG_PART in parts:
+                raise RolloutError(
+                    f"the reward has a part named {OVERLONG_PART!r}, which is the name of the overlong penalty; rename "
+                    "it, or set algorithm.overlong.penalty=0"
+                )
+            parts[OVERLONG_PART] = self._shuffled(self._overlong_penalty(trajectories), step)
+        return parts
+
+    def _overlong_penalty(self, trajectories: Mapping[str, Any]) -> Tensor:
+        """Return the weighted overlong penalty, float [B], at most 0."""
+        overlong, rewards = self.algorithm.overlong, trajectories["rewards"]
+        buffer = round(overlong.buffer * self.max_new_tokens)
+        penalty = overlong_penalty(trajectories["loss_mask"].sum(1), self.max_new_tokens, buffer)
+        return overlong.penalty * penalty.to(rewards.dtype)
+
+    def _shuffled(self, rewards: Tensor, step: int) -> Tensor:
+        """Return the rewards, permuted over the batch if the shuffling control is on."""
+        if not self.shuffle_rewards:
+            return rewards
+        return rewards[torch.randperm(len(rewards), generator=_generator(self.seed, step, 1))]
 
     @property
     def _old_logprobs_column(self) -> str:

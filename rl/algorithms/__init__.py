@@ -6,6 +6,24 @@ a `loss_mask` that is 1 if that token is trained.
 Importing these modules registers their methods.
 """
 
-from archon.rl.algorithms import baselines, covariance, distillation, mixed, off_policy, step_advantages, trust_region
+from archon.rl.algorithms import (
+    baselines,
+    covariance,
+    distillation,
+    mixed,
+    off_policy,
+    reward_parts,
+    step_advantages,
+    trust_region,
+)
 
-__all__ = ["baselines", "covariance", "distillation", "mixed", "off_policy", "step_advantages", "trust_region"]
+__all__ = [
+    "baselines",
+    "covariance",
+    "distillation",
+    "mixed",
+    "off_policy",
+    "reward_parts",
+    "step_advantages",
+    "trust_region",
+]

@@ -6,7 +6,7 @@ reward. Statistics are computed in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -65,6 +65,7 @@ class AdvantageInputs:
         steps: steps of all rows in order, if the advantage has `needs_steps`.
         logprobs: float [B, S], logprobs of the sampled tokens under the policy before the update.
         teacher_logprobs: float [B, S], logprobs of the sampled tokens under the teacher; None: no teacher.
+        reward_parts: float [B] by name, the summands of the rewards; NaN if a row's reward lacks the part.
     """
 
     rewards: Tensor
@@ -76,6 +77,7 @@ class AdvantageInputs:
     steps: tuple[Step, ...] = ()
     logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    reward_parts: Mapping[str, Tensor] | None = None
 
     @property
     def totals(self) -> Tensor:
@@ -111,12 +113,14 @@ class AdvantageSettings(MethodSettings):
         needs_critic: whether it reads `AdvantageInputs.values`.
         needs_steps: whether it reads `AdvantageInputs.steps`.
         needs_teacher: whether it reads `AdvantageInputs.teacher_logprobs`.
+        needs_parts: whether it reads `AdvantageInputs.reward_parts` in place of the rewards.
     """
 
     is_group_relative: ClassVar[bool] = False
     needs_critic: ClassVar[bool] = False
     needs_steps: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
+    needs_parts: ClassVar[bool] = False
 
 
 # (rewards and values, settings) -> advantages [B, S], 0 where no token is trained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
@@ -25,6 +26,19 @@ METHODS: dict[str, MethodRegistry[Any]] = {
 
 ZeroVarianceGroups = Literal["keep", "drop", "resample"]
 """Treatment of groups of equal rewards."""
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """Which groups are trained.
+
+    Attributes:
+        zero_variance: `keep` groups of equal rewards, `drop` them, or `resample` other prompts instead.
+        by_part: a group has equal rewards only if every part of the rewards is equal.
+    """
+
+    zero_variance: ZeroVarianceGroups = "keep"
+    by_part: bool = False
 
 
 def _method_field(methods: MethodRegistry[Any]) -> tuple[BeforeValidator, MethodRegistry[Any]]:
@@ -72,6 +86,11 @@ class AlgorithmConfig(StrictModel):
         return self.policy_loss.recomputes_logprobs or self.correction.kind != "none"
 
     @property
+    def group_rule(self) -> GroupRule:
+        """Which groups are trained."""
+        return GroupRule(self.zero_variance_groups, self.advantage.needs_parts)
+
+    @property
     def has_token_weights(self) -> bool:
         """Whether the policy loss weights tokens."""
         return self.recomputes_logprobs or self.policy_loss.uses_demonstrations
@@ -89,6 +108,20 @@ class AlgorithmConfig(StrictModel):
     def _check_decoupled_correction(self) -> AlgorithmConfig:
         if self.policy_loss.kind == "decoupled" and self.correction.kind == "none":
             raise ValueError("policy_loss decoupled needs a correction; set correction=tis, or policy_loss=ppo")
+        return self
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> AlgorithmConfig:
+        if not self.advantage.needs_parts:
+            return self
+        kind = self.advantage.kind
+        if self.rewards != RewardConfig():
+            raise ValueError(
+                f"advantage {kind} normalizes the parts of a reward, but `rewards` changes their sum; remove it, "
+                "or set advantage.weights"
+            )
+        if self.kl.coef > 0 and self.kl.place == "reward":
+            raise ValueError(f"advantage {kind} normalizes each part of a reward, which a KL is not; set kl.place=loss")
         return self
 
 

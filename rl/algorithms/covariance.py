@@ -60,7 +60,7 @@ def _count(fraction: float, n_tokens: int) -> int:
 
 @POLICY_LOSSES.register("clip_cov")
 def clip_cov(terms: PolicyTerms, settings: ClipCovLoss) -> TokenLoss:
-    """Clip-Cov: −A·ρ, and 0 for the selected tokens (arXiv 2505.22617, equation 11).
+    """Clip-Cov: −A·ρ, and 0 for the selected tokens (arXiv 2505.22617, section 4.2).
 
     Selected are ⌊fraction · N⌋ random tokens with a covariance within (min_covariance, max_covariance); see
     `select_tokens`.
@@ -72,7 +72,7 @@ def clip_cov(terms: PolicyTerms, settings: ClipCovLoss) -> TokenLoss:
 
 @POLICY_LOSSES.register("kl_cov")
 def kl_cov(terms: PolicyTerms, settings: KLCovLoss) -> TokenLoss:
-    """KL-Cov: −A·ρ, plus coef·|log ρ| for the selected tokens (arXiv 2505.22617, equations 12 and 13).
+    """KL-Cov: −A·ρ, plus coef·|log ρ| for the selected tokens (arXiv 2505.22617, section 4.2).
 
     Selected are the ⌊fraction · N⌋ tokens with the largest covariance; see `select_tokens`. |log ρ| is the estimate of
     the KL to the policy before the update in the paper's implementation.
@@ -89,7 +89,7 @@ def select_tokens(
     """Return the tokens that a covariance loss selects from a batch, bool [B, S].
 
     The covariance of a token is (log π − mean log π) · (A − mean A), with means over the N trained tokens of the batch
-    (arXiv 2505.22617, equation 10). π is the policy before the update: the selection of a batch depends on neither
+    (arXiv 2505.22617, section 4.2). π is the policy before the update: the selection of a batch depends on neither
     micro-batches nor earlier minibatches.
 
     Args:

@@ -104,6 +104,10 @@ PRESETS.register("luspo")(
     }
 )
 
+# GDPO (arXiv 2601.05242): each part of the reward normalized in its group, the sum divided by its deviation over the
+# batch; otherwise the defaults of TRL's GRPOTrainer, which its authors extended.
+PRESETS.register("gdpo")(GRPO | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "gdpo", "eps": 1e-6, "weights": {}}})
+
 # MaxRL (arXiv 2602.02710): advantages relative to the group's mean, no KL, mean over all tokens.
 PRESETS.register("maxrl")(GRPO | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "maxrl"}})
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, ClassVar, Self, TypeVar
 from weakref import WeakSet
@@ -12,6 +13,9 @@ from archon.schema.numbers import LARGEST_FLOAT32
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _IN_PROCESS = WeakSet[Callable[..., Any]]()
+
+REWARD_PART = "reward/"
+"""Prefix of the names of parts, as columns of trajectories and as metrics."""
 
 MAX_PARTS, MAX_PART_NAME = 256, 200
 """Parts of one reward and characters of a name: each part is a metric of the run."""
@@ -42,6 +46,17 @@ class Reward(float):
         reward = super().__new__(cls, total)
         reward.parts = dict(parts or {})
         return reward
+
+    def scaled(self, factor: float) -> Reward:
+        """Return the reward with total and parts multiplied by `factor`."""
+        return Reward(self * factor, {name: part * factor for name, part in self.parts.items()})
+
+
+def part_columns(rewards: Sequence[float]) -> dict[str, list[float]]:
+    """Return the parts of G rewards as columns [G] by name, NaN for a reward without the part."""
+    parts = [reward.parts if isinstance(reward, Reward) else {} for reward in rewards]
+    names = dict.fromkeys(name for one in parts for name in one)
+    return {f"{REWARD_PART}{name}": [one.get(name, math.nan) for one in parts] for name in names}
 
 
 class RewardFailure(RewardError):  # noqa: N818 - base class of four failures

@@ -13,6 +13,7 @@ from archon.generation.record import UnusableAnswerError
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure
+from archon.rl.rewards.result import REWARD_PART
 from archon.schema.errors import ConfigError
 
 Sample = TypeVar("Sample")
@@ -141,4 +142,4 @@ def wrap_reward(reward_fn: Callable[..., Any] | str | AsyncRewardWrapper) -> Asy
 def record_reward_parts(rewards: Iterable[Reward]) -> None:
     """Add the parts of the rewards to the step's metrics."""
     for reward in rewards:
-        workflow_context.record(**{f"reward/{name}": part for name, part in reward.parts.items()})
+        workflow_context.record(**{f"{REWARD_PART}{name}": part for name, part in reward.parts.items()})

@@ -74,7 +74,7 @@ class MultiTurnWorkflow(SamplingWorkflow):
         record_reward_parts(reward for _, reward in kept)
         for record, _ in kept:
             workflow_context.record(turns=record.turns)
-        discounted = [reward * self.turn_discount ** (record.turns - 1) for record, reward in kept]
+        discounted = [reward.scaled(self.turn_discount ** (record.turns - 1)) for record, reward in kept]
         return trajectory_tensors([record for record, _ in kept], discounted)
 
     async def _converse(

@@ -85,4 +85,4 @@ class RLVRWorkflow(SamplingWorkflow):
             outcomes = await asyncio.gather(*scores, return_exceptions=True)
         kept = drop_failed_samples(responses, outcomes)
         record_reward_parts(reward for _, reward in kept)
-        return trajectory_tensors([response for response, _ in kept], [float(reward) for _, reward in kept])
+        return trajectory_tensors([response for response, _ in kept], [reward for _, reward in kept])

@@ -121,6 +121,22 @@ def plain_answer(reward: float, members: list[float], everyone: list[float], set
     return reward - mean - (settings.shift if kind == "asymre" else 0.0)
 
 
+def plain_gdpo(of: AdvantageInputs, settings: Any) -> list[float]:
+    """The advantage of each answer, from the parts of its reward."""
+    assert of.reward_parts is not None
+    groups, sums = of.group_ids.tolist(), [0.0] * len(of.rewards)
+    for name, part in of.reward_parts.items():
+        values = part.tolist()
+        for row, value in enumerate(values):
+            if not math.isnan(value):
+                members = [v for v, group in zip(values, groups, strict=True) if group == groups[row] and v == v]
+                std = statistics.stdev(members) if len(members) > 1 else 0.0
+                weight = settings.weights.get(name, 1.0)
+                sums[row] += weight * (value - statistics.fmean(members)) / (std + settings.eps)
+    mean, std = statistics.fmean(sums), statistics.stdev(sums)
+    return [(value - mean) / (std + settings.eps) for value in sums]
+
+
 def plain_advantages(of: AdvantageInputs, settings: Any) -> list[list[float]]:
     """Each formula as its paper writes it, from lists."""
     assert of.token_rewards is not None and of.values is not None
@@ -134,6 +150,7 @@ def plain_advantages(of: AdvantageInputs, settings: Any) -> list[list[float]]:
         earned.append(per_step)
     total = [sum(per_step) for per_step in earned]
     found = []
+    decoupled = plain_gdpo(of, settings) if kind == "gdpo" else []
     for row, per_step in enumerate(earned):
         members = [total[i] for i in range(len(total)) if groups[i] == groups[row]]
         if kind == "reinforce_pp":
@@ -142,6 +159,8 @@ def plain_advantages(of: AdvantageInputs, settings: Any) -> list[list[float]]:
             assert of.logprobs is not None and of.teacher_logprobs is not None
             own, teacher = of.logprobs.tolist()[row], of.teacher_logprobs.tolist()[row]
             a = [-(own[t] - teacher[t]) for t in steps[row]]
+        elif kind == "gdpo":
+            a = [decoupled[row]] * len(per_step)
         elif isinstance(settings, GAESettings):
             a, following = [0.0] * len(per_step), (0.0, 0.0)
             for k in range(len(per_step) - 1, -1, -1):
@@ -166,7 +185,7 @@ def plain_advantages(of: AdvantageInputs, settings: Any) -> list[list[float]]:
 
 
 def plain_covariances(logprobs: Sequence[float], advantages: Sequence[float]) -> list[float]:
-    """Of the trained tokens of a batch, arXiv 2505.22617, equation 10."""
+    """Of the trained tokens of a batch, arXiv 2505.22617, section 4.2."""
     middle, mean = statistics.fmean(logprobs), statistics.fmean(advantages)
     return [(logprob - middle) * (a - mean) for logprob, a in zip(logprobs, advantages, strict=True)]
 

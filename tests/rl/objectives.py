@@ -69,6 +69,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "correction": {"kind": "geometric_mask", "min_ratio": 0.5, "max_ratio": 2.0},
     },
     "ppo-k3_mask": {"correction": {"kind": "k3_mask", "max_divergence": 0.5}},
+    "ppo-gdpo": {"advantage": {"kind": "gdpo", "weights": {"style": 0.5}}},
     "rec-asymre": {"policy_loss": "rec", "advantage": "asymre"},
     "reinforce-raft": {"policy_loss": "reinforce", "advantage": "raft", "rewards": {"bias": -0.4}},
     "ppo-step_wise_grpo": {"advantage": {"kind": "step_wise_grpo", "per_step": True}},
@@ -113,7 +114,9 @@ def trajectories(seed: int = 0, n: int = 9) -> dict[str, Tensor]:
                 "rewards": torch.rand(1, generator=generator, dtype=torch.float64),
             }
         )
-    return concat_padded_tensors(rows) | {"group_ids": torch.arange(n) % 3}
+    batch = concat_padded_tensors(rows) | {"group_ids": torch.arange(n) % 3}
+    style = torch.rand(n, generator=generator, dtype=torch.float64)
+    return batch | {"reward/right": batch["rewards"] - style, "reward/style": style}
 
 
 def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:

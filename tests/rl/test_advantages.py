@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.rl.formulas import plain_advantages, plain_penalty
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64
 
 
-def settings_of(kind: str, **given: float) -> AdvantageSettings:
+def settings_of(kind: str, **given: Any) -> AdvantageSettings:
     settings: AdvantageSettings = ADVANTAGES.parse({"kind": kind, **given})
     return settings
 
@@ -37,7 +38,7 @@ OF_STEPS = {kind for kind in ADVANTAGES if settings_of(kind).needs_steps}
 def test_the_advantages_that_compare_a_group_and_those_that_need_a_critic() -> None:
     assert {
         *("grpo", "dr_grpo", "rloo", "opmd", "reinforce_baseline", "asymre", "lite_ppo", "step_wise_grpo", "gigpo"),
-        "maxrl",
+        *("maxrl", "gdpo"),
     } == GROUP_ADVANTAGES
     assert {kind for kind in ADVANTAGES if settings_of(kind).needs_critic} == {"gae"}
     assert {kind for kind in ADVANTAGES if settings_of(kind).needs_teacher} == {"distill"}
@@ -52,8 +53,12 @@ def inputs(n: int = 23, width: int = 9, seed: int = 0, *, critic: bool = True) -
 
     mask = torch.randint(0, 2, (n, width), generator=generator)
     mask[:, 3] = 1  # at least one token each
+    rewards = torch.randint(0, 3, (n,), generator=generator).double()
+    style = noise(n)
+    style[::4] = torch.nan  # rewards without this part
     return AdvantageInputs(
-        rewards=torch.randint(0, 3, (n,), generator=generator).double(),
+        rewards=rewards,
+        reward_parts={"right": rewards, "style": style},
         group_ids=torch.randint(0, 5, (n,), generator=generator),
         loss_mask=mask,
         token_rewards=0.1 * noise(n, width),
@@ -63,10 +68,15 @@ def inputs(n: int = 23, width: int = 9, seed: int = 0, *, critic: bool = True) -
     )
 
 
+def in_one_part(rewards: Tensor, group_ids: Tensor, loss_mask: Tensor) -> AdvantageInputs:
+    return AdvantageInputs(rewards, group_ids, loss_mask, reward_parts={"right": rewards})
+
+
 @pytest.mark.parametrize("kind", sorted(set(ADVANTAGES) - OF_STEPS))  # those are in test_step_advantages
 def test_advantage_equals_plain_loop(kind: str) -> None:
-    given: dict[str, dict[str, float]] = {"gae": {"gamma": 0.97, "lam": 0.9}, "opmd": {"tau": 0.7}}
+    given: dict[str, dict[str, Any]] = {"gae": {"gamma": 0.97, "lam": 0.9}, "opmd": {"tau": 0.7}}
     given["asymre"] = {"shift": -0.3}
+    given["gdpo"] = {"weights": {"style": 0.3}}
     of, settings = inputs(), settings_of(kind, **given.get(kind, {}))
     expected = torch.tensor(plain_advantages(of, settings), dtype=torch.float64)
     torch.testing.assert_close(ADVANTAGES[kind](of, settings), expected, rtol=FORMULA_FP64, atol=FORMULA_FP64)
@@ -82,20 +92,20 @@ def test_padding_changes_no_advantage(kind: str) -> None:
     mask = wider(of.loss_mask)
     assert mask is not None
     columns = {name: wider(getattr(of, name)) for name in ("token_rewards", "values", "logprobs", "teacher_logprobs")}
-    padded = AdvantageInputs(of.rewards, of.group_ids, mask, **columns)
+    padded = AdvantageInputs(of.rewards, of.group_ids, mask, reward_parts=of.reward_parts, **columns)
     assert ADVANTAGES[kind](padded, settings)[:, :-4].equal(ADVANTAGES[kind](of, settings))
 
 
 @pytest.mark.parametrize("kind", sorted(CENTERED))
 def test_group_of_equal_rewards_has_exactly_zero_advantage(kind: str) -> None:
     """0.1 is not representable: the mean of seven of them is off by an ulp, which over eps would look like a signal."""
-    of = AdvantageInputs(torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int), torch.ones(7, 3))
+    of = in_one_part(torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int), torch.ones(7, 3))
     assert ADVANTAGES[kind](of, settings_of(kind)).abs().max() == 0
 
 
 @pytest.mark.parametrize("kind", sorted(CENTERED))
 def test_group_of_one_is_no_signal(kind: str) -> None:
-    of = AdvantageInputs(torch.tensor([3.0]), torch.tensor([0]), torch.ones(1, 2))
+    of = in_one_part(torch.tensor([3.0]), torch.tensor([0]), torch.ones(1, 2))
     assert ADVANTAGES[kind](of, settings_of(kind)).tolist() == [[0.0, 0.0]]
 
 
@@ -270,6 +280,8 @@ def test_groups_with_variance_marks_every_member() -> None:
         ("lite_ppo", [1.0, -1.0, -1.0, -1.0, 0.5, -0.5]),
         # Relative to the mean of 1/2.
         ("maxrl", [1.0, -1.0, -1.0, -1.0, 0.5, -0.5]),
+        # Of a single part, GRPO's over the batch's std, which is 1.
+        ("gdpo", [1.0, -1.0, -1.0, -1.0, 0.5, -0.5]),
         # A baseline of 1/2 - 0.1.
         ("asymre", [0.6, -0.4, -0.4, -0.4, 0.35, -0.15]),
     ],
@@ -278,16 +290,17 @@ def test_group_statistics_are_per_trajectory_never_per_turn(kind: str, expected:
     """Three answers of one trajectory, trained as three rows, weigh as much as the one answer of another."""
     rewards, rows = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.75, 0.25]), torch.tensor([7, 2, 2, 2, 9, 9])
     group, mask = torch.zeros(6, dtype=torch.int64), torch.ones(6, 1)
-    found = ADVANTAGES[kind](AdvantageInputs(rewards, group, mask, trajectory_ids=rows), settings_of(kind))
+    of = in_one_part(rewards, group, mask)
+    found = ADVANTAGES[kind](replace(of, trajectory_ids=rows), settings_of(kind))
     torch.testing.assert_close(found, torch.tensor(expected).unsqueeze(1), rtol=0, atol=5e-6)
-    per_turn = ADVANTAGES[kind](AdvantageInputs(rewards, group, mask), settings_of(kind))
+    per_turn = ADVANTAGES[kind](of, settings_of(kind))
     assert (found - per_turn).abs().max() > 0.05  # what counting turns would come to is another number, not rounding
 
 
 @pytest.mark.parametrize("kind", sorted(CENTERED))
 def test_trajectories_that_earned_the_same_are_no_signal_whatever_their_rows(kind: str) -> None:
     # The mean of three rewards of 0.1 is not 0.1 in floating point.
-    of = AdvantageInputs(torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int64), torch.ones(4, 1))
+    of = in_one_part(torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int64), torch.ones(4, 1))
     parts = replace(of, trajectory_ids=torch.tensor([0, 1, 1, 1]))
     assert ADVANTAGES[kind](parts, settings_of(kind)).abs().max() == 0
 

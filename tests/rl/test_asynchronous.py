@@ -20,6 +20,7 @@ import torch
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl import RLTrainer, RLVRWorkflow, RolloutWorkflow
+from archon.rl.algorithms.config import GroupRule
 from archon.rl.asynchronous import AsyncRollout, capacity
 from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
@@ -66,7 +67,8 @@ class Delayed(RolloutWorkflow):
 
 def ahead(engine: InProcessEngine, workflow: RolloutWorkflow, stream: Stream, **options: Any) -> AsyncRollout:
     options = {"batch": B, "staleness": 2, "concurrent": None} | options
-    return AsyncRollout(Rollout(engine, workflow, log=lambda _: None), stream.take, **options)
+    rule = GroupRule(options.pop("zero_variance", "keep"))
+    return AsyncRollout(Rollout(engine, workflow, rule=rule, log=lambda _: None), stream.take, **options)
 
 
 async def train(rollouts: AsyncRollout, engine: InProcessEngine, steps: int, pause: float = 0.0) -> list[list[int]]:
@@ -214,7 +216,7 @@ async def test_zero_variance_groups(engine: InProcessEngine, tokenizer: Any, spr
             result["rewards"] = torch.tensor([1.0, float(index % 2)])
             return result
 
-    rollouts = ahead(engine, Alike(tokenizer), Stream(), zero_variance_groups=spread)
+    rollouts = ahead(engine, Alike(tokenizer), Stream(), zero_variance=spread)
     batch = await rollouts.collect(0)
     assert all(prompt.index % 2 == 0 for prompt in batch.prompts)
     if spread == "resample":
@@ -234,7 +236,7 @@ async def test_batches_with_nothing_to_train_on_do_not_stop_the_flow(engine: InP
             result["rewards"] = torch.ones(2)
             return result
 
-    rollouts = ahead(engine, Alike(tokenizer), Stream(), zero_variance_groups="drop", staleness=1)
+    rollouts = ahead(engine, Alike(tokenizer), Stream(), zero_variance="drop", staleness=1)
     for step in range(5):
         assert not await asyncio.wait_for(rollouts.collect(step), 60)
     await rollouts.close()

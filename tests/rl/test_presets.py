@@ -79,6 +79,7 @@ NO_KL = {"kl": {"kind": "k3", "coef": 0.0, "place": "loss"}}
             | {"policy_loss": {"kind": "gspo", "clip_low": 2e-3, "clip_high": 2.5e-3, "dual_clip": None}}
             | {"aggregation": {"kind": "seq_mean_token_sum"}},
         ),
+        ("gdpo", GROUP | CLIP | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "gdpo", "eps": 1e-6, "weights": {}}}),
         ("maxrl", CLIP | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "maxrl"}}),
         (
             "dppo",
@@ -213,6 +214,7 @@ def test_every_preset_is_checked_above() -> None:
             "opsm",
             "clip_cov",
             "kl_cov",
+            "gdpo",
             "kpop",
             "step_wise_grpo",
             "gigpo",

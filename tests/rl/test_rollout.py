@@ -20,6 +20,7 @@ from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
 from archon.rl import RLVRWorkflow, RolloutWorkflow
 from archon.rl.algorithms.advantages import Groups
+from archon.rl.algorithms.config import GroupRule
 from archon.rl.episode import Episode
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.logprob_check import check_recomputable
@@ -70,11 +71,12 @@ def rlvr(tokenizer: Any) -> RLVRWorkflow:
 
 
 def collect(
-    engine: InProcessEngine, workflow: RolloutWorkflow, n: int = 6, **options: Any
+    engine: InProcessEngine, workflow: RolloutWorkflow, n: int = 6, zero_variance: Any = "keep", **options: Any
 ) -> tuple[Any, list[str], Stream]:
     log: list[str] = []
     stream = Stream()
-    batch = asyncio.run(Rollout(engine, workflow, log=log.append).collect(stream.take, n, step=0, **options))
+    rollout = Rollout(engine, workflow, rule=GroupRule(zero_variance), log=log.append)
+    batch = asyncio.run(rollout.collect(stream.take, n, step=0, **options))
     return batch, log, stream
 
 
@@ -340,14 +342,14 @@ class FlatOnOdd(Wrapped):
 def test_zero_variance_groups_are_kept_or_dropped_and_counted(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
     kept, _, _ = collect(engine, FlatOnOdd(rlvr), n=6)
     assert (len(kept.prompts), kept.counts["zero_variance_groups"]) == (6, 3)
-    dropped, _, stream = collect(engine, FlatOnOdd(rlvr), n=6, zero_variance_groups="drop")
+    dropped, _, stream = collect(engine, FlatOnOdd(rlvr), n=6, zero_variance="drop")
     assert [prompt.index for prompt in dropped.prompts] == [0, 2, 4]
     assert (dropped.counts["zero_variance_groups"], dropped.counts["resampled"], stream.asked) == (3, 0, [6])
 
 
 def test_resampling_replaces_zero_variance_groups_within_its_bound(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
     # 6 prompts (0–5) give 3 groups; 3 more (6–8) give 6 and 8; 1 more (9) gives none: two rounds more, 5 of 6 groups.
-    batch, _, stream = collect(engine, FlatOnOdd(rlvr), n=6, zero_variance_groups="resample", max_resamples=2)
+    batch, _, stream = collect(engine, FlatOnOdd(rlvr), n=6, zero_variance="resample", max_resamples=2)
     assert stream.asked == [6, 3, 1]
     assert [prompt.index for prompt in batch.prompts] == [0, 2, 4, 6, 8]
     assert batch.counts == {"prompts": 6, "resampled": 4, "episodes": 10, "zero_variance_groups": 5}
@@ -355,7 +357,7 @@ def test_resampling_replaces_zero_variance_groups_within_its_bound(engine: InPro
 
 def test_batch_in_which_no_group_has_spread_is_empty_not_an_error(engine: InProcessEngine, tokenizer: Any) -> None:
     workflow = RLVRWorkflow(rewards.constant, GCONFIG, tokenizer)
-    batch, _, stream = collect(engine, workflow, n=3, zero_variance_groups="resample", max_resamples=2)
+    batch, _, stream = collect(engine, workflow, n=3, zero_variance="resample", max_resamples=2)
     assert not batch
     assert stream.asked == [3, 3, 3]
     assert batch.counts["zero_variance_groups"] == 9
