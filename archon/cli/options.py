@@ -25,4 +25,10 @@ TargetGpu = Annotated[
         help=f"with --dry-run: predict memory and time on this GPU, present or not: {GPU_NAMES}",
     ),
 ]
+PresetName = Annotated[
+    str | None,
+    typer.Option(
+        "--preset", metavar="NAME", help="algorithm.preset=NAME; `list` prints all presets with their sources"
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print and check the resolved configuration, then exit")]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import typer
 
 from archon.cli.config import config_command, load_config, read_bootstrap
-from archon.cli.options import ConfigFile, DryRun, Overrides, TargetGpu
+from archon.cli.options import ConfigFile, DryRun, Overrides, PresetName, TargetGpu
 from archon.cli.report import write_run_report
 from archon.schema.config import EngineConfig
 
@@ -59,7 +59,22 @@ def command(name: str) -> Callable[..., None]:
     ) -> None:
         exit_with(lambda: run_training(name, config, overrides or [], dry_run, gpu))
 
-    return train
+    def train_rl(
+        config: ConfigFile = None,
+        overrides: Overrides = None,
+        preset: PresetName = None,
+        dry_run: DryRun = False,
+        gpu: TargetGpu = None,
+    ) -> None:
+        if preset == "list":
+            from archon.rl.algorithms.preset_table import text_table
+
+            print(text_table())
+            return
+        chosen = [] if preset is None else [f"algorithm.preset={preset}"]
+        exit_with(lambda: run_training(name, config, [*chosen, *(overrides or [])], dry_run, gpu))
+
+    return train_rl if name == "rl" else train
 
 
 def exit_with(run: Callable[[], int]) -> NoReturn:

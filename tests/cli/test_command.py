@@ -17,6 +17,8 @@ from archon import __version__
 from archon.checkpoint.hf_io import load_model, save_model
 from archon.cli.generate import read_prompts
 from archon.models import get_supported_model_types
+from archon.rl.algorithms.preset_table import preset_rows, text_table
+from archon.rl.algorithms.presets import PRESETS
 from archon.training.metrics import read_jsonl
 
 RECIPES = Path(__file__).resolve().parents[2] / "rl" / "recipes"
@@ -262,6 +264,20 @@ def test_a_dry_run_prints_what_the_run_resolves_to_which_is_a_configuration_too(
     assert "# ref: qwen3" in done.out and "# critic: qwen3" in done.out
     (tmp_path / "resolved.yaml").write_text(done.out)
     assert archon("rl", "--config", tmp_path / "resolved.yaml", "--dry-run").out == done.out
+
+
+def test_presets_are_listed_and_chosen_by_an_option(archon, rl_overrides):
+    listed = archon("rl", "--preset", "list")
+    assert listed.code == 0 and listed.out == f"{text_table()}\n"
+    header, *lines = listed.out.splitlines()
+    assert len(lines) == len(PRESETS) and header.startswith("preset")
+    for name, line in zip((row.name for row in preset_rows()), lines, strict=True):
+        assert line.startswith(f"{name} ") and PRESETS[name].source in line
+    chosen = archon("rl", *rl_overrides, "--preset", "gspo", "algorithm.kl.coef=0", "--dry-run")
+    assert chosen.code == 0, chosen.err
+    algorithm = yaml.safe_load(chosen.out)["algorithm"]
+    assert (algorithm["preset"], algorithm["policy_loss"]["clip_high"]) == ("gspo", 4e-4)
+    assert "unknown preset 'gsop', did you mean 'gspo'" in archon("rl", *rl_overrides, "--preset", "gsop").complaint
 
 
 def test_a_dry_run_of_a_bootstrap_by_itself_makes_nothing(archon, tmp_path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 from pydantic import Field
 
 from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs, AdvantageSettings
 from archon.rl.algorithms.config import AlgorithmConfig
-from archon.rl.algorithms.presets import PRESETS
+from archon.rl.algorithms.preset_table import markdown_table, preset_rows
+from archon.rl.algorithms.presets import DEFAULT_PRESET, PRESETS
 from archon.schema.errors import ConfigError
 
 DAPO_OVERLONG = {"mask_truncated": False, "penalty": 1.0, "buffer": 0.2}
@@ -270,6 +274,21 @@ def test_a_method_that_cannot_be_is_named_in_one_line(given: dict[str, object], 
     with pytest.raises(ConfigError, match=message) as caught:
         AlgorithmConfig.parse(given)
     assert "\n" not in str(caught.value)
+
+
+def test_table_of_presets_says_how_each_differs_from_the_default() -> None:
+    """The settings of a row, over the default preset, are the row's preset."""
+    rows = preset_rows()
+    assert {row.name for row in rows} == set(PRESETS) and rows[0].name == DEFAULT_PRESET and not rows[0].settings
+    for row in rows:
+        made = AlgorithmConfig.parse(yaml.safe_load(f"{{{row.settings}}}") | {"preset": DEFAULT_PRESET}).model_dump()
+        assert made | {"preset": row.name} == AlgorithmConfig(preset=row.name).model_dump(), row.name
+        assert row.source, row.name
+
+
+def test_readme_holds_the_table_of_presets() -> None:
+    readme = Path(__file__).resolve().parents[2] / "rl" / "README.md"
+    assert f"\n\n{markdown_table()}\n\n" in readme.read_text(), "write markdown_table() into rl/README.md"
 
 
 class Margin(AdvantageSettings):

@@ -288,4 +288,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "self.parts",
         ("tests/rl/test_reward_parts.py",),
     ),
+    Mutant(
+        "the table of presets leaves out settings of a method of the same kind",
+        "rl/algorithms/preset_table.py",
+        "if setting != default[name]}",
+        'if setting != default[name] and value.get("kind") != defaults[field].get("kind")}',
+        ("tests/rl/test_presets.py",),
+    ),
+    Mutant(
+        "--preset chooses nothing",
+        "archon/cli/train.py",
+        "chosen = [] if preset is None else",
+        "chosen = [] if True else",
+        ("tests/cli/test_command.py::test_presets_are_listed_and_chosen_by_an_option",),
+    ),
 )
