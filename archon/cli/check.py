@@ -91,14 +91,14 @@ def check_rl(config: RLConfig, gpu: str | None = None) -> list[str]:
 
 def check_preference(config: PreferenceConfig, gpu: str | None = None) -> list[str]:
     """Check a preference run; see `check_rl`."""
-    lines = check_sft(config, gpu, "dpo")
+    lines = check_sft(config, gpu)
     ref = config.resolve().ref
     if ref is not None and ref.path != config.model.path:
         lines += check_model("ref", ref, {}, gpu=gpu)
     return lines
 
 
-def check_sft(config: SFTConfig, gpu: str | None = None, kind: DatasetKind = "sft") -> list[str]:
+def check_sft(config: SFTConfig, gpu: str | None = None) -> list[str]:
     """Check an SFT run; see `check_rl`."""
     from archon.parallel.layout import parse_layout
     from archon.tools.planner.prediction import Batch
@@ -109,14 +109,14 @@ def check_sft(config: SFTConfig, gpu: str | None = None, kind: DatasetKind = "sf
     require_sinks(config.metrics.sinks)
     require_documents(config.batch_size, parse_layout(config.model.layout).dp, "batch_size")
     with blank_checkpoint(read_bootstrap(config.bootstrap), config.model.path) as blanks:
-        documents = config.batch_size * (1 if kind == "sft" else 2)  # a pair is two documents
+        documents = config.batch_size * (1 if config.data_kind == "sft" else 2)  # a pair is two documents
         max_tokens = config.model.max_tokens_per_mb
         batch = Batch(documents, min(config.train_data.max_length or max_tokens, max_tokens))
         lines = check_model("model", config.resolve().model, blanks, config.optimizer_steps, gpu=gpu, batch=batch)
         tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, blanks)
     lines.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
-        lines += check_data(name, data, kind, tokenizer, config.model.max_tokens_per_mb)
+        lines += check_data(name, data, config.data_kind, tokenizer, config.model.max_tokens_per_mb)
     return lines
 
 

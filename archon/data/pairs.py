@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ASSISTANT = "\n\nAssistant:"
 ENCODED_PAIR = (("chosen_ids", "chosen_loss_mask"), ("rejected_ids", "rejected_loss_mask"))
 """Columns of token ids and loss masks of pairs that a loader has encoded."""
+MARGIN = "margin"
+"""Column with the margin of a pair, for reward models."""
 _IDENTICAL = "identical"  # kind of a note
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -54,6 +57,7 @@ def pair_dataset(
     instruction: str | None = None,
     max_length: int | None = None,
     turns: TurnOptions | None = None,
+    margins: bool = False,
     bad_rows: Policy = "refuse",
 ) -> RowDataset:
     r"""Return rows `{"chosen_ids", "chosen_loss_mask", "rejected_ids", "rejected_loss_mask"}`, lists of int.
@@ -73,6 +77,7 @@ def pair_dataset(
         instruction: as in `rl_dataset`.
         max_length: drop pairs in which either example has more tokens.
         turns: options of the chat template; the last turn alone is trained.
+        margins: read the column `margin`, a number for the loss of reward models, if the first row has it.
         bad_rows: "skip" leaves out pairs that cannot be used.
 
     Raises:
@@ -89,6 +94,7 @@ def pair_dataset(
         system_prompt=system_prompt,
         instruction=instruction,
         turns=replace(turns or TurnOptions(), train_turns="last"),
+        margin_key=MARGIN if margins and MARGIN in source[0].data else None,
     )
     rows = encode_rows(source, encode, name, bad)
     bad.report(name, rows)
@@ -111,11 +117,13 @@ def _pair_rows(
     system_prompt: str | None,
     instruction: str | None,
     turns: TurnOptions,
-) -> list[dict[str, list[int]]]:
+    margin_key: str | None,
+) -> list[dict[str, Any]]:
     examples = []
+    extra = [{} if margin_key is None else {MARGIN: _margin(row)} for row in source]
     plain = not has_chat_template(tokenizer)
     for source_row in source:
-        notes.update((COLUMN, column) for column in row_format.unused(source_row) - {*answer_keys})
+        notes.update((COLUMN, column) for column in row_format.unused(source_row) - {*answer_keys, margin_key})
         row = row_format.convert(source_row)
         reject_unsupported_columns(row)
         pair = [
@@ -136,9 +144,19 @@ def _pair_rows(
             "chosen_loss_mask": chosen["loss_mask"],
             "rejected_ids": rejected["input_ids"],
             "rejected_loss_mask": rejected["loss_mask"],
+            **margin,
         }
-        for chosen, rejected in zip(encoded[::2], encoded[1::2], strict=True)
+        for chosen, rejected, margin in zip(encoded[::2], encoded[1::2], extra, strict=True)
     ]
+
+
+def _margin(row: SourceRow) -> float:
+    value = row.data.get(MARGIN)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DatasetError(
+            f"{row.where}: {MARGIN!r} is {value!r:.80}, expected a finite number, as the first row has one"
+        )
+    return float(value)
 
 
 def _conversation(

@@ -233,7 +233,7 @@ def get_custom_dataset(
             return RowDataset(name, [{"raw_task": row.data["raw_task"]} for row in source])
     if kind in ("dpo", "rw"):
         key = None if response_key is None else prompt_key
-        encoded = pairs.pair_dataset(source, name, prompt_key=key, **shared)
+        encoded = pairs.pair_dataset(source, name, prompt_key=key, margins=kind == "rw", **shared)
         return replace(encoded, source_fingerprint=row_fingerprint(source, key=lambda row: row.data))
     if kind == "sft":
         encoded = sft_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from archon.data.config import HELD_OUT, DatasetConfig, TrainingDataConfig
+from archon.data.registry import DatasetKind
 from archon.schema.config import (
     EXPANDED,
     RELATIVE_TO_CONFIG,
@@ -17,6 +18,13 @@ from archon.schema.config import (
     StrictModel,
     derive_critic,
     derive_reference,
+)
+from archon.training.preference_losses import (
+    DEFAULT_BETA,
+    DEFAULT_GAMMA,
+    DEFAULT_NLL_COEF,
+    REFERENCE_FREE,
+    PairLoss,
 )
 
 
@@ -84,6 +92,11 @@ class SFTConfig(StrictModel):
     bootstrap: BootstrapFile = Field(None, description="file of `archon bootstrap`, to create a missing checkpoint")
 
     @property
+    def data_kind(self) -> DatasetKind:
+        """Kind of the rows of `train_data` and `eval_data`."""
+        return "sft"
+
+    @property
     def optimizer_steps(self) -> int | None:
         """Number of optimizer steps; None: set by the data."""
         return self.total_steps
@@ -96,27 +109,65 @@ class SFTConfig(StrictModel):
 class PreferenceConfig(SFTConfig):
     """Preference training on pairs of answers."""
 
-    loss: Literal["dpo", "ipo", "reward"] = Field(
-        "dpo", description="dpo or ipo train a policy; reward trains a reward model"
+    loss: PairLoss = Field("dpo", description="reward trains a reward model; the others train a policy")
+    beta: float | None = Field(
+        None,
+        gt=0,
+        description="β: strength of the KL constraint (dpo, ipo), scale of the margin (cpo, simpo), or weight of the "
+        "odds ratio (orpo); null: 0.1, and 2 for simpo",
     )
-    beta: float = Field(0.1, gt=0, description="β of dpo and ipo: strength of the KL constraint to the reference")
+    gamma: float | None = Field(
+        None, ge=0, description=f"target margin of simpo, in units of β times log-probability; null: {DEFAULT_GAMMA}"
+    )
+    nll_coef: float | None = Field(
+        None,
+        ge=0,
+        description="weight of the negative log-likelihood of chosen answers, averaged over tokens; null: 1 for cpo "
+        "and orpo, else 0",
+    )
     ref: dict[str, Any] | None = Field(
         None,
         description="reference model of dpo and ipo: fields that differ from the model, such as path; null: the "
         "initial model",
     )
 
+    @property
+    def data_kind(self) -> DatasetKind:
+        """Kind of the rows of `train_data` and `eval_data`."""
+        return "rw" if self.loss == "reward" else "dpo"
+
+    @property
+    def resolved_beta(self) -> float:
+        """β of the loss."""
+        return DEFAULT_BETA.get(self.loss, 1.0) if self.beta is None else self.beta
+
+    @property
+    def resolved_gamma(self) -> float:
+        """γ of the loss."""
+        return DEFAULT_GAMMA if self.gamma is None else self.gamma
+
+    @property
+    def resolved_nll_coef(self) -> float:
+        """Weight of the NLL of chosen answers."""
+        return DEFAULT_NLL_COEF.get(self.loss, 0.0) if self.nll_coef is None else self.nll_coef
+
     def resolve(self) -> ResolvedSFT:
         """Return the resolved models: a value head for loss `reward`, otherwise a policy and a reference."""
         if self.loss == "reward":
             changes = {} if self.model.init_score is None else {"init_score": self.model.init_score}
             return ResolvedSFT(model=derive_critic(self.model, changes, "model"))
+        if self.loss in REFERENCE_FREE:
+            return ResolvedSFT(model=self.model)
         return ResolvedSFT(model=self.model, ref=derive_reference(self.model, self.ref or {}, "ref"))
 
     @model_validator(mode="after")
     def _check_models(self) -> PreferenceConfig:
-        if self.loss == "reward" and self.ref is not None:
-            raise ValueError("loss reward needs no reference model; remove `ref`")
+        if self.loss in REFERENCE_FREE and self.ref is not None:
+            raise ValueError(f"loss {self.loss} needs no reference model; remove `ref`")
+        if self.gamma is not None and self.loss != "simpo":
+            raise ValueError(f"gamma is {self.gamma}, which only loss simpo uses, but loss is {self.loss}; remove it")
+        if self.nll_coef is not None and self.loss == "reward":
+            raise ValueError(f"nll_coef is {self.nll_coef}, but a reward model has no likelihood; remove it")
         if self.loss == "reward" and self.model.lora is not None:
             raise ValueError("loss reward trains a value head, which LoRA files cannot hold; set model.lora to null")
         if self.loss != "reward" and self.model.is_critic:

@@ -1,4 +1,4 @@
-"""Preference training on pairs of answers: DPO, IPO and reward models.
+"""Preference training on pairs of answers: DPO, IPO, CPO, SimPO, ORPO and reward models.
 
 Every loss is a function of one value per answer: its log-probability or its score. A step first computes these values
 for the full batch and the derivative of the loss with respect to each value. The engine then computes the gradient of
@@ -8,12 +8,11 @@ micro-batches and on different ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from archon.engine.batch import PackedBatch
@@ -22,25 +21,33 @@ from archon.engine.reference import Reference, open_reference
 from archon.training.batch_sharding import score_sharded, shard_batch
 from archon.training.config import PreferenceConfig
 from archon.training.loop import timed
+from archon.training.preference_losses import LENGTH_NORMALIZED, NLL_OF_PROMPTS, preference_loss
 from archon.training.sft import SFTTrainer, padded_batch
 
 Batch = dict[str, Tensor]
 
 
-def preference_loss(margin: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """Compute the loss of each pair [P] and its derivative with respect to the margin [P].
+@dataclass(frozen=True)
+class Answers:
+    """Numbers of A answers; chosen and rejected ones alternate.
 
-    Args:
-        margin: [P], chosen minus rejected log-ratio to the reference, or chosen minus rejected score.
-        kind: `dpo`, −log σ(β m) (Rafailov et al. 2023, arXiv 2305.18290, equation 7); `ipo`, (m − 1/(2β))² (Azar et al.
-            2023, arXiv 2310.12036, equation 17); `reward`, −log σ(m) (Bradley and Terry 1952), without β.
-        beta: β of dpo and ipo.
+    Attributes:
+        values: log-ratio to the reference, (mean) log-probability, or score of each answer, float64 [A].
+        lengths: tokens of each answer, [A].
+        nll: negative log-likelihood of each chosen answer, 0 for the rejected, float64 [A].
+        nll_tokens: number of tokens in `nll`, [A].
     """
-    if kind == "ipo":
-        difference = margin - 1 / (2 * beta)
-        return difference.square(), 2 * difference
-    scale = beta if kind == "dpo" else 1.0
-    return -F.logsigmoid(scale * margin), -scale * torch.sigmoid(-scale * margin)
+
+    values: Tensor
+    lengths: Tensor
+    nll: Tensor
+    nll_tokens: Tensor
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Answers]) -> Answers:
+        """Return all answers of several batches."""
+        columns = zip(*((part.values, part.lengths, part.nll, part.nll_tokens) for part in parts), strict=True)
+        return cls(*map(torch.cat, columns))
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,12 @@ class WeightedSum:
 
 
 class PreferenceTrainer(SFTTrainer):
-    """Trainer of DPO and IPO policies and of reward models: `PreferenceTrainer(config).train()`.
+    """Trainer of policies on pairs and of reward models: `PreferenceTrainer(config).train()`.
 
     A reward model is a critic; its score is the value after the last token of the answer. Load an exported reward model
     with `archon.load_model(path, is_critic=True)`.
     """
 
-    kind = "dpo"
     title = "preference"
     columns = ("loss", "eval/loss", "accuracy", "eval/accuracy", "margin", "grad_norm", "lr")
     config: PreferenceConfig
@@ -82,11 +88,11 @@ class PreferenceTrainer(SFTTrainer):
         seconds: dict[str, float] = {}
         self._mid_update = True
         with timed(seconds, "seconds/score"):
-            batch = self._pairs(self.loader.next_batch())
-            measured, derivative = self._measure(batch)
-        sign = torch.tensor([1.0, -1.0]).repeat(len(derivative))
-        weight = derivative.repeat_interleave(2) * sign
-        batch["weight"] = weight.unsqueeze(1) * batch["loss_mask"]
+            rows = self.loader.next_batch()
+            batch = self._pairs(rows)
+            answers = self._answers(batch)
+            measured, derivative = self._measure(answers, rows)
+        batch["weight"] = self._token_weights(batch, answers, derivative)
         local_batch = shard_batch(batch, self.engine.ranks.dp)
         loss = WeightedSum()
         with timed(seconds, "seconds/update"):
@@ -98,42 +104,80 @@ class PreferenceTrainer(SFTTrainer):
         """Return metrics over all held-out pairs as `eval/…`; {} without held-out pairs."""
         if self.held_out is None:
             return {}
-        sums: dict[str, float] = {}
-        for start in range(0, len(self.held_out), self.config.batch_size):
-            rows = self.held_out[start : start + self.config.batch_size]
-            for name, value in self._measure(self._pairs(rows))[0].items():
-                sums[name] = sums.get(name, 0.0) + value * len(rows)
-        return {f"eval/{name}": value / len(self.held_out) for name, value in sorted(sums.items())}
+        rows, size = self.held_out[:], self.config.batch_size
+        parts = [self._answers(self._pairs(rows[start : start + size])) for start in range(0, len(rows), size)]
+        measured, _ = self._measure(Answers.concatenate(parts), rows)
+        return {f"eval/{name}": value for name, value in sorted(measured.items())}
 
     def _pairs(self, rows: Sequence[dict[str, Any]]) -> Batch:
-        """Pad the answers to a batch [2 P, S]; chosen and rejected alternate."""
+        """Pad the answers to a batch [2 P, S]; chosen and rejected alternate.
+
+        `answer_mask` has the tokens of the answers; `loss_mask` adds the prompts that count for the NLL.
+        """
         answers = [(row[f"{side}_ids"], row[f"{side}_loss_mask"]) for row in rows for side in ("chosen", "rejected")]
         if self.config.loss == "reward":
             # A value does not depend on its token: one more token is appended, and its value scores the full answer.
             answers = [([*ids, ids[-1]], [*[0] * len(ids), 1]) for ids, _ in answers]
-        return padded_batch([{"input_ids": ids, "loss_mask": mask} for ids, mask in answers])
+        batch = padded_batch([{"input_ids": ids, "loss_mask": mask} for ids, mask in answers])
+        batch["answer_mask"], batch["nll_mask"] = batch["loss_mask"], torch.zeros_like(batch["loss_mask"])
+        if self.config.resolved_nll_coef:
+            batch["nll_mask"][::2] = batch["answer_mask"][::2]
+            if self.config.loss in NLL_OF_PROMPTS:
+                batch["nll_mask"][::2] = batch["attention_mask"][::2]
+                batch["nll_mask"][:, 0] = 0  # the model predicts no first token
+            batch["loss_mask"] = batch["answer_mask"] | batch["nll_mask"]
+        return batch
 
-    def _measure(self, batch: Batch) -> tuple[dict[str, float], Tensor]:
-        """Return metrics of the pairs, and the derivative [P] of each loss with respect to its margin."""
-        numbers = self._numbers(self.engine, batch)
+    def _answers(self, batch: Batch) -> Answers:
+        """Return the numbers of the answers of a batch, without gradient."""
+        mask, nll_mask = batch["answer_mask"], batch["nll_mask"]
+        scores = self._scores(self.engine, batch)
+        values, lengths = (scores * mask).sum(1), mask.sum(1)
         if self.reference is not None:
-            numbers = numbers - self._numbers(self.reference, batch)
-        chosen, rejected = numbers[::2], numbers[1::2]
-        loss, derivative = preference_loss(chosen - rejected, self.config.loss, self.config.beta)
+            values = values - (self._scores(self.reference, batch) * mask).sum(1)
+        if self.config.loss in LENGTH_NORMALIZED:
+            values = values / lengths.clamp(min=1)
+        return Answers(values, lengths, -(scores * nll_mask).sum(1), nll_mask.sum(1))
+
+    def _measure(self, answers: Answers, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Tensor]:
+        """Return metrics of the pairs, and the derivative [2 P] of each pair's loss with respect to its two values."""
+        config, values = self.config, answers.values.detach().requires_grad_()
+        margin = torch.tensor([row["margin"] for row in rows]).double() if "margin" in rows[0] else None
+        with torch.enable_grad():
+            loss = preference_loss(
+                values[::2], values[1::2], config.loss, config.resolved_beta, gamma=config.resolved_gamma, margin=margin
+            )
+            (derivative,) = torch.autograd.grad(loss.sum(), values)
+        chosen, rejected = answers.values[::2], answers.values[1::2]
         means = {
-            "loss": loss,
+            "loss": loss.detach(),
             "accuracy": (chosen > rejected).double(),
             "margin": chosen - rejected,
             "chosen": chosen,
             "rejected": rejected,
         }
-        return {name: value.mean().item() for name, value in means.items()}, derivative
+        metrics = {name: value.mean().item() for name, value in means.items()}
+        if config.resolved_nll_coef:
+            metrics["nll"] = (answers.nll.sum() / answers.nll_tokens.sum()).item()
+            metrics["loss"] += config.resolved_nll_coef * metrics["nll"]
+        return metrics, derivative
 
-    def _numbers(self, engine: Reference, batch: Batch) -> Tensor:
-        """Return the sum of trained log-probabilities of each answer, or its score; float64 [2 P]."""
+    def _token_weights(self, batch: Batch, answers: Answers, derivative: Tensor) -> Tensor:
+        """Return the derivative of Σ loss over the pairs with respect to each token's number, [2 P, S]."""
+        if self.config.loss in LENGTH_NORMALIZED:
+            derivative = derivative / answers.lengths.clamp(min=1)
+        weights = derivative.unsqueeze(1) * batch["answer_mask"]
+        if not self.config.resolved_nll_coef:
+            return weights
+        # The NLL is a mean over the batch's tokens, and the engine divides by the number of pairs.
+        n_pairs, n_tokens = len(derivative) / 2, int(answers.nll_tokens.sum())
+        return weights - self.config.resolved_nll_coef * n_pairs / n_tokens * batch["nll_mask"].to(weights)
+
+    def _scores(self, engine: Reference, batch: Batch) -> Tensor:
+        """Return the log-probability of each trained token, or the score of each answer; float64 [2 P, S]."""
 
         def score(documents: Batch) -> Tensor:
             return engine.forward_batch(documents, only_trained=self.config.loss != "reward")
 
         scores = score_sharded(score, batch, engine.ranks.dp, engine.device)
-        return (scores.double() * batch["loss_mask"]).sum(1)
+        return scores.double() * batch["loss_mask"]

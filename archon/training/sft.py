@@ -15,7 +15,7 @@ from archon.checkpoint.tokenizer import load_tokenizer
 from archon.data import RowDataset, RowLoader
 from archon.data.image_rows import open_reader
 from archon.data.images import ImageReader
-from archon.data.registry import DatasetKind, load_rows
+from archon.data.registry import load_rows
 from archon.data.token_rows import row_lengths
 from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
@@ -74,7 +74,6 @@ class SFTTrainer(BaseTrainer):
         fields: without `config`: other fields of the configuration, such as `epochs`.
     """
 
-    kind: DatasetKind = "sft"
     title = "sft"
     columns: tuple[str, ...] = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
     config: SFTConfig
@@ -122,7 +121,7 @@ class SFTTrainer(BaseTrainer):
     def section_rows(self, section: str, tokenizer: Any) -> RowDataset | None:
         """Load the rows of `train_data` or `eval_data`; None if not configured."""
         configured = getattr(self.config, section)
-        return load_rows(configured, self.kind, tokenizer, self.reader) if configured else None
+        return load_rows(configured, self.config.data_kind, tokenizer, self.reader) if configured else None
 
     def open(self) -> None:
         """Load tokenizer, rows and model, and with `resume` the latest checkpoint."""
@@ -172,10 +171,10 @@ class SFTTrainer(BaseTrainer):
             data, train_rows, size = (config.lora_data or {}).get(name), rows, config.batch_size
             eval_rows = self.held_out
             if data is not None:
-                train_rows = load_rows(data.train_data, self.kind, tokenizer, self.reader)
+                train_rows = load_rows(data.train_data, self.config.data_kind, tokenizer, self.reader)
                 eval_rows = None
                 if data.eval_data is not None:
-                    eval_rows = load_rows(data.eval_data, self.kind, tokenizer, self.reader)
+                    eval_rows = load_rows(data.eval_data, self.config.data_kind, tokenizer, self.reader)
                     require_same_rows(eval_rows, data.eval_data.path)
                 size = data.batch_size or size
                 require_same_rows(train_rows, data.train_data.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.objective import ValueObjective
-from archon.training.preference import preference_loss
+from archon.training.preference_losses import preference_loss
 from tests.rl.formulas import documents, plain_correction
 from tests.rl.objectives import PREFERENCES
 from tests.tolerances import FORMULA_FP64
@@ -51,13 +52,18 @@ def test_correction_equals_plain_loop(correction: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PREFERENCES)
-def test_preference_loss_equals_plain_loop(kind: str) -> None:
-    margins = torch.randn(20, dtype=torch.float64) * 4
-    loss, _ = preference_loss(margins, kind, 0.3)
-    for margin, found in zip(margins.tolist(), loss.tolist(), strict=True):
+def test_preference_loss_equals_plain_loop(kind: Any) -> None:
+    chosen, rejected = -torch.rand(2, 20, dtype=torch.float64) * 4 - 0.01
+    margins = torch.randn(20, dtype=torch.float64)
+    loss = preference_loss(chosen, rejected, kind, 0.3, gamma=0.7, margin=margins if kind == "reward" else None)
+    for c, r, margin, found in zip(*(x.tolist() for x in (chosen, rejected, margins, loss)), strict=True):
+        odds = [math.exp(x) / (1 - math.exp(x)) for x in (c, r)]
         expected = {
-            "dpo": math.log(1 + math.exp(-0.3 * margin)),
-            "ipo": (margin - 1 / 0.6) ** 2,
-            "reward": math.log(1 + math.exp(-margin)),
+            "dpo": math.log(1 + math.exp(-0.3 * (c - r))),
+            "cpo": math.log(1 + math.exp(-0.3 * (c - r))),
+            "ipo": (c - r - 1 / 0.6) ** 2,
+            "simpo": math.log(1 + math.exp(-0.3 * (c - r) + 0.7)),
+            "orpo": 0.3 * math.log(1 + odds[1] / odds[0]),
+            "reward": math.log(1 + math.exp(-(c - r - margin))),
         }[kind]
         assert found == pytest.approx(expected, rel=FORMULA_FP64)

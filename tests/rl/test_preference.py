@@ -1,4 +1,4 @@
-"""DPO, IPO and reward models: their losses, their gradient through the engine, and that they learn and resume."""
+"""Losses of pairs and reward models: values, gradients through the engine, learning and resuming."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ from archon.rl.config import RLConfig
 from archon.rl.rewards.reward_model import RewardModel
 from archon.schema.errors import CheckpointError, ConfigError, DatasetError
 from archon.training.metrics import read_jsonl
-from archon.training.preference import PreferenceTrainer, preference_loss
+from archon.training.preference import PreferenceTrainer
+from archon.training.preference_losses import PairLoss, log1mexp, preference_loss
 from tests.rl.conftest import small_run
 from tests.rl.failed_update import require_no_checkpoint_of_a_failed_update
 from tests.rl.objectives import PREFERENCES, assert_same, of_preference, opened, write_pairs
@@ -48,27 +49,38 @@ def make(blank: Path, tmp_path: Path) -> MakeConfig:
 
 
 def test_preference_losses_worked_by_hand() -> None:
-    # DPO, β = 0.5: m = 2: −log σ(1) = 0.313262, derivative −0.5 σ(−1) = −0.134471; m = 0: log 2, −0.25.
-    # IPO, β = 0.5: (m − 1)²: 1 and 1, derivatives 2 and −2. Reward: −log σ(2) = 0.126928, −σ(−2) = −0.119203; m = 0.
-    margin = torch.tensor([2.0, 0.0], dtype=torch.float64)
-    expected = {
-        "dpo": ([0.313262, math.log(2)], [-0.134471, -0.25]),
-        "ipo": ([1.0, 1.0], [2.0, -2.0]),
-        "reward": ([0.126928, math.log(2)], [-0.119203, -0.5]),
+    # c − r = 2 and 0. DPO, β = 0.5: −log σ(1) = 0.313262, log 2. IPO, β = 0.5: (m − 1)²: 1 and 1. CPO is DPO without a
+    # reference. SimPO, γ = 1: −log σ(0) = log 2, −log σ(−1) = 1.313262. Reward: −log σ(2) = 0.126928, log 2; with
+    # margins 2 and −2: log 2, −log σ(2).
+    # ORPO, β = 0.5, probabilities e^−0.5 and e^−2.5: log odds −0.5 − log(1 − 0.606531) = 0.432752 and −2.5 − log(1 −
+    # 0.082085) = −2.414350: 0.5 · −log σ(2.847102) = 0.028196. The second pair: equal, 0.5 log 2.
+    chosen, rejected = torch.tensor([[-0.5, -1.0], [-2.5, -1.0]], dtype=torch.float64)
+    margin = torch.tensor([2.0, -2.0], dtype=torch.float64)
+    log2 = math.log(2)
+    expected: dict[Any, list[float]] = {
+        "dpo": [0.313262, log2],
+        "cpo": [0.313262, log2],
+        "ipo": [1.0, 1.0],
+        "simpo": [log2, 1.313262],
+        "orpo": [0.028196, log2 / 2],
+        "reward": [0.126928, log2],
     }
-    for kind, (loss, derivative) in expected.items():
-        found = preference_loss(margin, kind, 0.5)
-        torch.testing.assert_close(found[0], torch.tensor(loss, dtype=torch.float64), rtol=0, atol=1e-6)
-        torch.testing.assert_close(found[1], torch.tensor(derivative, dtype=torch.float64), rtol=0, atol=1e-6)
+    assert set(expected) == set(get_args(PairLoss))
+    for kind, losses in expected.items():
+        found = preference_loss(chosen, rejected, kind, 0.5, gamma=1.0)
+        torch.testing.assert_close(found, torch.tensor(losses, dtype=torch.float64), rtol=0, atol=1e-6)
+    found = preference_loss(chosen, rejected, "reward", 0.5, margin=margin)
+    torch.testing.assert_close(found, torch.tensor([log2, 0.126928], dtype=torch.float64), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ipo", "reward"])
-def test_the_derivative_is_autograds(kind: str) -> None:
-    margin = torch.linspace(-30, 30, 41, dtype=torch.float64, requires_grad=True)
-    loss, derivative = preference_loss(margin, kind, 0.3)
-    loss.sum().backward()
-    assert margin.grad is not None
-    torch.testing.assert_close(derivative.detach(), margin.grad, rtol=FORMULA_FP64, atol=FORMULA_FP64)
+def test_log1mexp_is_exact_at_both_ends_and_has_finite_gradients() -> None:
+    x = torch.tensor([-1e-20, -1e-12, -0.1, -0.693, -0.694, -5.0, -800.0], dtype=torch.float64, requires_grad=True)
+    found = log1mexp(x)
+    floor = torch.finfo(torch.float64).eps
+    expected = [math.log(-math.expm1(min(value, -floor))) for value in x.tolist()]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=FORMULA_FP64, atol=0)
+    found.sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
 
 
 def plain_number(engine: ArchonEngine, batch: dict[str, Tensor], row: int) -> Tensor:
@@ -76,11 +88,30 @@ def plain_number(engine: ArchonEngine, batch: dict[str, Tensor], row: int) -> Te
     tokens = batch["input_ids"][row][batch["attention_mask"][row]]
     n = len(tokens)
     out = engine.model(tokens, torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n)
-    trained = (batch["loss_mask"][row][:n] == 1).nonzero().flatten()
+    trained = (batch["answer_mask"][row][:n] == 1).nonzero().flatten()
     if engine.config.is_critic:
         found: Tensor = out.reshape(n)[trained - 1].sum()
         return found
     return out.log_softmax(-1)[trained - 1].gather(1, tokens[trained].unsqueeze(1)).sum()
+
+
+def plain_logprobs_at(engine: ArchonEngine, batch: dict[str, Tensor], row: int, places: Tensor) -> Tensor:
+    """Log-probabilities of the tokens of one document at these places."""
+    tokens = batch["input_ids"][row][batch["attention_mask"][row]]
+    n = len(tokens)
+    out = engine.model(tokens, torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n)
+    return out.log_softmax(-1)[places - 1].gather(1, tokens[places].unsqueeze(1)).squeeze(1)
+
+
+def plain_preference(chosen: Tensor, rejected: Tensor, kind: str, beta: float, gamma: float) -> Tensor:
+    """Of one pair, as its paper writes it."""
+    if kind == "ipo":
+        return (chosen - rejected - 1 / (2 * beta)) ** 2
+    if kind == "orpo":
+        odds = [x.exp() / (1 - x.exp()) for x in (chosen, rejected)]
+        return beta * (1 + odds[1] / odds[0]).log()
+    scale, shift = {"reward": (1.0, 0.0), "simpo": (beta, gamma)}.get(kind, (beta, 0.0))
+    return (1 + (shift - scale * (chosen - rejected)).exp()).log()
 
 
 def test_reward_model_scores_the_last_token_of_each_answer(make: MakeConfig) -> None:
@@ -89,7 +120,7 @@ def test_reward_model_scores_the_last_token_of_each_answer(make: MakeConfig) -> 
     config.model.dtype = "float64"
     trainer = opened(config)
     rows = trainer.loader.next_batch()
-    scores = trainer._numbers(trainer.engine, trainer._pairs(rows)).view(-1, 2)
+    scores = trainer._answers(trainer._pairs(rows)).values.view(-1, 2)
     for row, pair in zip(rows, scores, strict=True):
         for side, score in zip(("chosen", "rejected"), pair, strict=True):
             tokens = torch.tensor(row[f"{side}_ids"])
@@ -99,10 +130,12 @@ def test_reward_model_scores_the_last_token_of_each_answer(make: MakeConfig) -> 
 
 
 @pytest.mark.parametrize("max_tokens_per_mb", [8192, 12])
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "reward"])
+@pytest.mark.parametrize("loss", PREFERENCES)
 def test_gradient_is_that_of_the_loss_written_out(make: MakeConfig, loss: str, max_tokens_per_mb: int) -> None:
     """One pair at a time with autograd through plain logits; the engine's micro-batches tear pairs apart."""
-    config = make(loss=loss, beta=0.4)
+    changes = {"gamma": 0.3} if loss == "simpo" else {}
+    changes |= {"nll_coef": 0.7} if loss in ("dpo", "cpo") else {}
+    config = make(loss=loss, beta=0.4, **changes)
     config.model.dtype, config.model.max_tokens_per_mb = "float64", max_tokens_per_mb  # the reference is as the model
     torch.manual_seed(1)
     trainer = opened(config)
@@ -110,13 +143,24 @@ def test_gradient_is_that_of_the_loss_written_out(make: MakeConfig, loss: str, m
     trainer.loader.load_state_dict(trainer.loader.state_dict() | {"cursor": 0})
     batch = trainer._pairs(rows)
     model = trainer.engine.model
-    total = torch.zeros((), dtype=torch.float64)
+    total, nll, n_tokens = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
     for pair in range(len(rows)):
-        chosen, rejected = (plain_number(trainer.engine, batch, 2 * pair + i) for i in range(2))
-        if trainer.reference is not None:
-            chosen = chosen - plain_number(trainer.reference, batch, 2 * pair).detach()
-            rejected = rejected - plain_number(trainer.reference, batch, 2 * pair + 1).detach()
-        total = total + preference_loss(chosen - rejected, loss, 0.4)[0] / len(rows)
+        numbers = []
+        for row in (2 * pair, 2 * pair + 1):
+            number = plain_number(trainer.engine, batch, row)
+            if trainer.reference is not None:
+                number = number - plain_number(trainer.reference, batch, row).detach()
+            mean = loss in ("simpo", "orpo")
+            numbers.append(number / int(batch["answer_mask"][row].sum()) if mean else number)
+        total = total + plain_preference(*numbers, loss, 0.4, 0.3) / len(rows)
+        if loss in ("orpo", "cpo", "dpo"):
+            # ORPO counts the prompt too, without its first token.
+            counted = torch.arange(1, int(batch["attention_mask"][2 * pair].sum()))
+            answer = batch["answer_mask"][2 * pair].nonzero().flatten()
+            logprobs = plain_logprobs_at(trainer.engine, batch, 2 * pair, counted if loss == "orpo" else answer)
+            nll, n_tokens = nll - logprobs.sum(), n_tokens + len(logprobs)
+    if n_tokens:
+        total = total + (1.0 if loss == "orpo" else 0.7) * nll / n_tokens
     total.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -148,24 +192,62 @@ def test_loss_and_gradients_of_pairs_do_not_change_under_padding_packing_and_mic
     assert_same(split, expected)
 
 
-@pytest.mark.parametrize("loss", ["dpo", "reward"])
+@pytest.mark.parametrize("loss", ["dpo", "cpo", "simpo", "orpo", "reward"])
 def test_it_learns_which_answer_is_preferred(make: MakeConfig, tmp_path: Path, loss: str) -> None:
     config = make(loss=loss, total_steps=70, eval_every=0)
     metrics = PreferenceTrainer(config).train()
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert metrics["eval/accuracy"] > 0.8
-    assert metrics["eval/loss"] < 0.5 * rows[0]["loss"]
+    assert metrics["eval/loss"] < (0.5 if loss in ("dpo", "reward") else 0.9) * rows[0]["loss"]
     if loss == "dpo":
         assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)  # policy and reference are the same
     exported = load_model(tmp_path / "run" / "export", is_critic=loss == "reward")
     assert (exported.score is not None) == (loss == "reward")
 
 
+def test_defaults_are_those_of_the_papers(make: MakeConfig) -> None:
+    found = {
+        loss: (config.resolved_beta, config.resolved_nll_coef)
+        for loss in ("dpo", "ipo", "cpo", "simpo", "orpo")
+        for config in (make(loss=loss),)
+    }
+    assert found == {"dpo": (0.1, 0), "ipo": (0.1, 0), "cpo": (0.1, 1), "simpo": (2.0, 0), "orpo": (0.1, 1)}
+    assert make(loss="simpo").resolved_gamma == 0.5
+
+
+def test_margins_of_pairs_are_taken_off_in_the_loss_of_a_reward_model(make: MakeConfig, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["margin"] = number % 3 - 0.5
+    write_jsonl(tmp_path / "train.jsonl", lines)
+    config = make(loss="reward", eval_data=None)
+    config.model.dtype = "float64"
+    trainer = opened(config)
+    rows = trainer.loader.next_batch()
+    assert {row["margin"] for row in rows} == {-0.5, 0.5, 1.5}
+    answers = trainer._answers(trainer._pairs(rows))
+    differences = (answers.values[::2] - answers.values[1::2]).tolist()
+    losses = [math.log(1 + math.exp(row["margin"] - d)) for row, d in zip(rows, differences, strict=True)]
+    assert trainer._measure(answers, rows)[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=FORMULA_FP64)
+    assert "margin" not in opened(make(loss="dpo", eval_data=None)).loader.next_batch()[0]
+
+    for wrong, shown in ((None, "None"), ("1", "'1'"), (math.nan, "nan"), (True, "True")):
+        lines[3]["margin"] = wrong
+        write_jsonl(tmp_path / "train.jsonl", lines)
+        with pytest.raises(DatasetError, match=rf"train\.jsonl:4: 'margin' is {shown}, expected a finite number"):
+            opened(config)
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_evaluation_is_the_mean_over_pairs_whatever_the_batch_size(make: MakeConfig) -> None:
     """There are 18 held-out pairs, so the last batch of 7 or 16 is shorter than the others."""
-    measured = [opened(make(loss="reward", batch_size=size)).evaluate() for size in (7, 16, 18)]
-    assert measured[0] == pytest.approx(measured[2], rel=1e-5)
-    assert measured[1] == pytest.approx(measured[2], rel=1e-5)
+    for loss in ("reward", "orpo"):
+        measured = [opened(make(loss=loss, batch_size=size)).evaluate() for size in (7, 16, 18)]
+        assert measured[0] == pytest.approx(measured[2], rel=1e-5)
+        assert measured[1] == pytest.approx(measured[2], rel=1e-5)
 
 
 def test_policy_that_is_its_reference_prefers_no_answer(make: MakeConfig) -> None:
@@ -187,8 +269,13 @@ def test_error_inside_an_update_saves_no_checkpoint(make: MakeConfig, tmp_path: 
 
 
 def test_pairs_and_configuration_are_checked(make: MakeConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="loss reward needs no reference model; remove `ref`"):
-        make(loss="reward", ref={"path": "x"})
+    for loss in ("reward", "cpo", "simpo", "orpo"):
+        with pytest.raises(ConfigError, match=f"loss {loss} needs no reference model; remove `ref`"):
+            make(loss=loss, ref={"path": "x"})
+    with pytest.raises(ConfigError, match=r"gamma is 0\.3, which only loss simpo uses, but loss is cpo; remove it"):
+        make(loss="cpo", gamma=0.3)
+    with pytest.raises(ConfigError, match=r"nll_coef is 0\.3, but a reward model has no likelihood; remove it"):
+        make(loss="reward", nll_coef=0.3)
     (tmp_path / "train.jsonl").write_text('{"prompt": "1="}\n')
     config = make()
     with pytest.raises(
@@ -209,7 +296,7 @@ def test_a_trained_reward_model_is_a_reward_in_rl(
     trainer.train()
     pairs = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()][:4]
     batch = trainer._pairs([trainer.loader.rows[index] for index in range(4)])  # type: ignore[union-attr]
-    chosen = trainer._numbers(trainer.engine, batch)[::2]
+    chosen = trainer._answers(batch).values[::2]
     export = str(tmp_path / "run" / "export")
     model = RewardModel(export).load(torch.device("cpu"), torch.float32)
 

@@ -80,10 +80,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{SFT}::test_learning_rate_reaches_the_end_of_its_schedule_with_the_run",),
     ),
     Mutant(
-        "a held-out preference loss is the mean of the batches' means",
+        "a held-out preference loss is that of the last batch",
         "archon/training/preference.py",
-        "sums[name] = sums.get(name, 0.0) + value * len(rows)",
-        "sums[name] = sums.get(name, 0.0) + value * self.config.batch_size",
+        "measured, _ = self._measure(Answers.concatenate(parts), rows)",
+        "measured, _ = self._measure(parts[-1], rows[-(len(parts[-1].values) // 2) :])",
         (f"{PREFERENCE}::test_evaluation_is_the_mean_over_pairs_whatever_the_batch_size",),
     ),
     Mutant(

@@ -102,8 +102,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the preference of an answer is not taken less the reference's",
         "archon/training/preference.py",
-        "            numbers = numbers - self._numbers(self.reference, batch)\n",
-        "            self._numbers(self.reference, batch)\n",
+        "values = values - (self._scores(self.reference, batch) * mask).sum(1)",
+        "self._scores(self.reference, batch)",
         ("tests/rl/test_preference.py",),
     ),
     Mutant(
@@ -232,5 +232,47 @@ MUTANTS: tuple[Mutant, ...] = (
         "if p.requires_grad or not has_lora}",
         "if not (p.requires_grad and has_lora)}",
         (f"{LORA_RESUME}::test_resumed_training_is_bitwise_the_uninterrupted_one",),
+    ),
+    Mutant(
+        "ORPO's odds are those of the summed log-probability",
+        "archon/training/preference_losses.py",
+        'LENGTH_NORMALIZED = ("simpo", "orpo")',
+        'LENGTH_NORMALIZED = ("simpo",)',
+        (PREFERENCE,),
+    ),
+    Mutant(
+        "ORPO's likelihood leaves out the prompt",
+        "archon/training/preference_losses.py",
+        'NLL_OF_PROMPTS = ("orpo",)',
+        "NLL_OF_PROMPTS: tuple[str, ...] = ()",
+        (PREFERENCE,),
+    ),
+    Mutant(
+        "SimPO scales its target margin by beta",
+        "archon/training/preference_losses.py",
+        '-F.logsigmoid(beta * difference - (gamma if kind == "simpo" else 0.0))',
+        '-F.logsigmoid(beta * (difference - (gamma if kind == "simpo" else 0.0)))',
+        (PREFERENCE,),
+    ),
+    Mutant(
+        "the likelihood of chosen answers is averaged over pairs, not tokens",
+        "archon/training/preference.py",
+        "n_pairs / n_tokens * batch",
+        "1.0 / n_pairs * batch",
+        (PREFERENCE,),
+    ),
+    Mutant(
+        "the margin of a pair is added to its difference",
+        "archon/training/preference_losses.py",
+        "else difference - margin)",
+        "else difference + margin)",
+        (PREFERENCE,),
+    ),
+    Mutant(
+        "the log-odds of a likely answer are taken where they round",
+        "archon/training/preference_losses.py",
+        "near = x > -0.693",
+        "near = x > 1",
+        (PREFERENCE,),
     ),
 )

@@ -10,8 +10,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the overlong penalty counts the prompt",
         "rl/update.py",
-        'lengths = trajectories["loss_mask"].sum(1)',
-        'lengths = trajectories["attention_mask"].sum(1)',
+        'overlong_penalty(trajectories["loss_mask"].sum(1)',
+        'overlong_penalty(trajectories["attention_mask"].sum(1)',
         UPDATE,
     ),
     Mutant(

@@ -1,0 +1,71 @@
+"""Losses of preference training: functions of one number per answer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PairLoss = Literal["dpo", "ipo", "cpo", "simpo", "orpo", "reward"]
+
+REFERENCE_FREE = ("cpo", "simpo", "orpo", "reward")
+"""Losses without a reference model."""
+LENGTH_NORMALIZED = ("simpo", "orpo")
+"""Losses of the mean log-probability of an answer's tokens, not of their sum."""
+DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "cpo": 0.1, "simpo": 2.0, "orpo": 0.1}
+"""β of each paper's experiments."""
+DEFAULT_NLL_COEF = {"cpo": 1.0, "orpo": 1.0}
+"""Weight of the negative log-likelihood of chosen answers; 0 for the other losses."""
+NLL_OF_PROMPTS = ("orpo",)
+"""Losses whose negative log-likelihood includes the prompt, as in ORPO's published implementation and in TRL."""
+DEFAULT_GAMMA = 0.5
+"""γ of SimPO in TRL; the paper searches 0.3 to 1.6."""
+
+
+def preference_loss(
+    chosen: Tensor, rejected: Tensor, kind: PairLoss, beta: float, *, gamma: float = 0.0, margin: Tensor | None = None
+) -> Tensor:
+    """Return the loss of each pair, [P].
+
+    - `dpo`: −log σ(β(c − r)) (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
+    - `ipo`: (c − r − 1/(2β))² (Azar et al. 2023, arXiv 2310.12036, equation 17).
+    - `cpo`: −log σ(β(c − r)) (Xu et al. 2024, arXiv 2401.08417, equation 3, the preference term).
+    - `simpo`: −log σ(β(c − r) − γ) (Meng et al. 2024, arXiv 2405.14734, equation 6).
+    - `orpo`: −β·log σ(log odds(c) − log odds(r)), odds(x) = eˣ / (1 − eˣ) (Hong et al. 2024, arXiv 2403.07691,
+      equation 7).
+    - `reward`: −log σ(c − r − margin) (Bradley and Terry 1952; the margin: Touvron et al. 2023, arXiv 2307.09288,
+      equation 2).
+
+    Args:
+        chosen: c, [P]. Log-ratio to the reference (dpo, ipo), log-probability (cpo), mean log-probability of the tokens
+            (simpo, orpo), or score (reward).
+        rejected: r, [P].
+        kind: the loss.
+        beta: β; unused by `reward`.
+        gamma: γ of `simpo`.
+        margin: margin of each pair for `reward`, [P]; None: 0.
+    """
+    difference = chosen - rejected
+    if kind == "ipo":
+        return (difference - 1 / (2 * beta)).square()
+    if kind == "orpo":
+        return -beta * F.logsigmoid(difference - (log1mexp(chosen) - log1mexp(rejected)))
+    if kind == "reward":
+        return -F.logsigmoid(difference if margin is None else difference - margin)
+    return -F.logsigmoid(beta * difference - (gamma if kind == "simpo" else 0.0))
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """Return log(1 − eˣ) for x < 0, exact for x near 0 and for large −x.
+
+    A probability of 1 has no odds: x is kept below −ε of its dtype.
+    """
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    # Mächler 2012, "Accurately computing log(1 − exp(−|a|))": the better branch by the size of x. `where` needs finite
+    # gradients in both.
+    near = x > -0.693
+    return torch.where(
+        near, (-torch.where(near, x, -1.0).expm1()).log(), torch.log1p(-torch.where(near, -1.0, x).exp())
+    )
