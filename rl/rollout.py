@@ -25,6 +25,9 @@ from archon.rl.workflows.grouping import GroupedWorkflow
 from archon.schema.errors import ConfigError, RolloutError, UserError
 from archon.schema.user_code import is_ended, user_code
 
+REPORT_SECONDS = 10.0
+"""Seconds between two lines on the progress of an evaluation."""
+
 MAX_INITIAL_FAILURES = 16
 """The run stops after this many failed episodes before the first success."""
 
@@ -169,7 +172,8 @@ class Rollout:
     async def run(self, prompts: Sequence[Prompt], step: int = 0, *, is_eval: bool = False) -> list[Episode]:
         """Run one episode per prompt concurrently, and return them in prompt order.
 
-        The processes split the prompts, and every process receives all episodes.
+        The processes split the prompts, and every process receives all episodes. Every `REPORT_SECONDS` of an
+        evaluation, the first process logs how many prompts it has finished.
 
         Raises:
             WorkflowError: `MAX_INITIAL_FAILURES` episodes failed before any succeeded; its cause is the first failure.
@@ -179,10 +183,11 @@ class Rollout:
         world = self._world or ControlPlane.with_long_timeout("rollouts")
         local = range(world.rank, len(prompts), world.size)
         tasks = [asyncio.create_task(self._run_episode(episodes[index])) for index in local]
+        report = asyncio.create_task(self._report(tasks)) if is_eval and world.rank == 0 else None
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
+            for task in filter(None, [*tasks, report]):
                 task.cancel()
         # 2. Exchange the results.
         if world.size > 1:
@@ -193,6 +198,12 @@ class Rollout:
         if not is_eval:
             self._filter(episodes)
         return episodes
+
+    async def _report(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Log the number of finished episodes until canceled."""
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            self._log(f"evaluation: {sum(task.done() for task in tasks)} of {len(tasks)} prompts")
 
     async def run_one(self, prompt: Prompt, step: int) -> Episode:
         """Run one training episode and return it. Raises like `run`."""
