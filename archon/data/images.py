@@ -134,8 +134,7 @@ def open_image(source: ImageSource) -> PILImage:
 
     Raises:
         ImageError: a URL (never fetched); a missing, truncated or unknown file; an animation; too many bytes or pixels;
-        too
-            large an aspect ratio; or a mode that would lose range, such as 16 bits.
+            too large an aspect ratio; or a mode that would lose range, such as 16 bits.
     """
     _require_pillow()
     from PIL import Image

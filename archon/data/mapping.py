@@ -68,8 +68,7 @@ def rl_dataset(
         instruction: appended to the last user message, on a new line.
         max_length: drop prompts with more tokens; needs `tokenizer`.
         reader: image reader of a vision-language model: the column `images` has images, and `messages` their
-        placeholders
-            (`<image>` in the text). Without a reader the column is like any other.
+            placeholders (`<image>` in the text). Without a reader the column is like any other.
         bad_rows: "skip" leaves out rows that cannot be used, also prompts that the chat template refuses.
 
     Raises:

@@ -120,8 +120,7 @@ class ImageFeatureCache:
 
         Args:
             chunks: for each chunk the images of its prompt, its [first, end) token in the prompt, and the row of its
-            first
-                token in the forward.
+                first token in the forward.
         """
         parts: list[tuple[ProcessedImage, int, int]] = []
         rows: list[Tensor] = []

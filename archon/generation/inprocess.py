@@ -151,8 +151,7 @@ class InProcessEngine:
             max_slots: maximum number of concurrently decoded answers.
             page_size: tokens per page (block) of the KV cache.
             n_pages: pages of the cache; by default enough for `max_slots` answers of `max_seq_len` tokens, but at most
-            a
-                quarter of the free memory.
+                a quarter of the free memory.
             cache_bytes: size of the cache in bytes, instead of `n_pages`.
             max_seq_len: maximum tokens of prompt and answer together; by default the model's.
             prefill_tokens: maximum prompt tokens computed in one step.
@@ -162,8 +161,7 @@ class InProcessEngine:
             dtype: dtype of replica and cache; by default the model's.
             version: initial version of the weights.
             source: (native name, full tensor) of every weight, for a `model` on the meta device, if no process holds
-            the full
-                model.
+                the full model.
             device: device of the replica; by default the model's.
 
         Raises:

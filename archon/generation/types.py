@@ -119,8 +119,7 @@ class ModelRequest:
             `apply_chat_template` by default.
         lora: name of the loaded LoRA; None for the base model.
         image_data: images of the prompt in the order of their placeholders; `archon.data.images.ImageReader` makes
-        images
-            and `input_ids` with one placeholder per image token.
+            images and `input_ids` with one placeholder per image token.
         rid: request id for `abort`; several requests may share one.
         on_token: called with each token and its logprob when it is sampled, by engines that support it; if
             `top_logprobs` is set, also with the most likely tokens.

@@ -244,9 +244,8 @@ class Session(Caller):
 
         Args:
             style: `individual`: one row per answer. Its credit is its reward plus `turn_discount` times the mean credit
-            of its
-                children. `concat`: one row per branch, from a root to a leaf; all its answers are trained, with the
-                reward Σ turn_discount^k · (reward of the k-th answer from the end). Branches repeat their shared
+                of its children. `concat`: one row per branch, from a root to a leaf; all its answers are trained, with
+                the reward Σ turn_discount^k · (reward of the k-th answer from the end). Branches repeat their shared
                 prefix.
             turn_discount: discount per turn.
 
