@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
+import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +14,7 @@ from urllib.parse import urlsplit
 import torch
 
 from archon.checkpoint.chat_template import stop_token_ids
+from archon.parallel.control_plane import ControlPlane
 from archon.remote.config import PushConfig
 from archon.remote.dialects.archon import Archon
 from archon.remote.dialects.base import BROADCAST_TRANSPORTS, Dialect, Transport
@@ -19,6 +23,7 @@ from archon.remote.dialects.vllm import VLLM
 from archon.remote.engine import RemoteEngine, spaced_token_ids
 from archon.remote.http import Http, ServerError
 from archon.remote.server import RemoteServer
+from archon.remote.versions import WireVersions, new_trainer
 from archon.schema.errors import ConfigError
 from archon.schema.private_directory import PrivateDirectory
 from archon.schema.urls import require_http_url
@@ -39,7 +44,7 @@ def connect(
     log: Callable[[str], None] = print,
     **options: Any,
 ) -> RemoteEngine:
-    """Return the engine of the servers at `urls`. It needs a weight push before its first request.
+    """Return the engine of the servers at `urls`, a collective. It needs a weight push before its first request.
 
     Args:
         urls: the URL of each server, once.
@@ -64,8 +69,11 @@ def connect(
     if transport == "nccl" and not torch.cuda.is_available():
         raise ConfigError("rollout.push.transport is nccl, but this trainer has no GPU; set gloo, or disk")
 
+    world = ControlPlane.with_long_timeout("pushes")
+    versions = WireVersions(world.broadcast_json(new_trainer))
+
     def connect_server(url: str) -> RemoteServer:
-        server = _connect_server(url, tokenizer, log)
+        server = _connect_server(url, versions, tokenizer, log)
         dialect = server.dialect
         if transport not in dialect.facts.transports:
             fix = dialect.start_for(transport)
@@ -78,7 +86,7 @@ def connect(
         return server
 
     servers = [connect_server(url) for url in urls]
-    folder, private = (Path(), None) if transport in BROADCAST_TRANSPORTS else _folder(config, urls)
+    folder, close = (Path(), None) if transport in BROADCAST_TRANSPORTS else _folder(config, urls, world.is_main)
     engine = RemoteEngine(
         servers,
         config,
@@ -91,18 +99,18 @@ def connect(
         connect_server=connect_server,
         **options,
     )
-    if private is not None:
-        engine.close = private.close
+    if close is not None:
+        engine.close = close
     return engine
 
 
-def _connect_server(url: str, tokenizer: Any, log: Callable[[str], None]) -> RemoteServer:
+def _connect_server(url: str, versions: WireVersions, tokenizer: Any, log: Callable[[str], None]) -> RemoteServer:
     http = Http(require_http_url(url, "rollout.servers"))
     try:
         dialect = next((match for kind in DIALECTS if (match := kind.connect(http)) is not None), None)
         if dialect is None:
             raise ConfigError(f"{url} is not a known kind of server; expected vLLM, SGLang or archon serve")
-        server = RemoteServer(http, dialect, dialect.facts.model)
+        server = RemoteServer(http, dialect, dialect.facts.model, versions)
         if warning := dialect.unverified:
             log(f"{url}: {warning}")
         dialect.resume(http)  # a crashed trainer may have left the server paused
@@ -125,16 +133,39 @@ def _require_tokenizer(server: RemoteServer, tokenizer: Any) -> None:
         )
 
 
-def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, PrivateDirectory | None]:
+def _folder(config: PushConfig, urls: Sequence[str], is_main: bool) -> tuple[Path, Callable[[], None] | None]:
+    """Return the folder of pushes, and what releases it. The main rank locks a configured folder."""
     if config.folder is not None:
-        return Path(config.folder).absolute(), None
+        folder = Path(config.folder).absolute()
+        return folder, _lock(folder) if is_main else None
     if not all(_is_loopback(urlsplit(url).hostname or "") for url in urls):
         raise ConfigError(
             "rollout.push.folder is null, but a server is on another machine; set a folder with the same path on the "
             "trainer and the servers"
         )
     private = PrivateDirectory("archon-pushes-", SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
-    return private.path, private
+    return private.path, private.close
+
+
+def _lock(folder: Path) -> Callable[[], None]:
+    """Lock a folder of pushes, of which a trainer removes all but the last. Return what unlocks it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"rollout.push.folder is {folder}: {error.strerror}") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(
+            f"rollout.push.folder is {folder}, which another trainer uses; give each trainer its own folder"
+        ) from None
+    except OSError:
+        pass  # a file system without locks; servers still notice the versions of two trainers
+    unlock = ExitStack()
+    unlock.callback(os.close, handle)
+    return unlock.close
 
 
 def _is_loopback(host: str) -> bool:

@@ -229,7 +229,9 @@ class RemoteEngine:
         while True:
             server = min(self.fleet, key=lambda server: server.running)
             try:
-                return server.dialect.score(server.http, server.model, ids, self.config.answer_seconds)
+                scores = server.dialect.score(server.http, server.model, ids, self.config.answer_seconds)
+                server.require_version()
+                return scores
             except ServerError as error:
                 self._lose(server, error)
 

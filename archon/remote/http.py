@@ -60,6 +60,10 @@ class Http:
         """Return the JSON of a GET request."""
         return self._json(path, run_blocking(self._exchange("GET", path, None, seconds, MAX_BYTES)))
 
+    async def fetch(self, path: str, seconds: float = CONNECT_SECONDS) -> Any:
+        """Return the JSON of a GET request on the running event loop."""
+        return self._json(path, await self._exchange("GET", path, None, seconds, MAX_BYTES))
+
     def post(
         self,
         path: str,

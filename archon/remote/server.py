@@ -14,6 +14,7 @@ from typing import get_args
 from archon.remote.answer_checks import Answer, Expected, Fields, check_answer
 from archon.remote.dialects.base import Dialect, Sampling, SleepTag, Transport
 from archon.remote.http import Http, ServerError
+from archon.remote.versions import WireVersions
 from archon.remote.weight_stream import Bucket
 from archon.schema.errors import RolloutError
 
@@ -97,8 +98,10 @@ class RemoteServer:
         http: client of the server.
         dialect: wire protocol of the server.
         model: model name in requests.
+        versions: names of this trainer's versions on the server.
         version: version of the last verified push; None before the first.
         verified: versions of all verified pushes.
+        replaced: version that the server verifiably had until the last push; None: unknown.
         failure: why the server is out of the fleet; None for a healthy server. A verified push clears it, as does a
             verified version if all servers failed.
         running: number of requests in flight.
@@ -111,9 +114,11 @@ class RemoteServer:
     http: Http
     dialect: Dialect
     model: str
+    versions: WireVersions
     version: int | None = None
     failure: str | None = None
-    verified: set[str] = field(default_factory=set, repr=False)
+    verified: set[int] = field(default_factory=set, repr=False)
+    replaced: int | None = None
     running: int = 0
     answers: int = 0
     tokens: int = 0
@@ -161,19 +166,40 @@ class RemoteServer:
         answer = check_answer(self.dialect.answer(response), expected)
         while self.pushing:  # noqa: ASYNC110 - another thread pushes
             await asyncio.sleep(POLL_SECONDS)
-        if not answer.versions:
-            if answer.stop_reason != "abort" and self.version != version:
+        if not answer.versions and self.version != version:
+            if answer.stop_reason != "abort" or self.replaced != version:
                 return Answer([], [], "abort")
             answer.versions = [(str(version), 0, len(answer.tokens))]
-        for name, *_ in answer.versions:
-            if name not in self.verified or version is None or int(name) < version:
-                raise ServerError(
-                    f"{self.url} answered with weights of version {name!r}, but the last push was version {version}; "
-                    "was it restarted, or updated by another trainer?"
-                )
+        elif not answer.versions:
+            name = await self.dialect.current_version(self.http)
+            if self.version != version or self.pushing:
+                return Answer([], [], "abort")
+            answer.versions = [(str(self._verified_version(name, version)), 0, len(answer.tokens))]
+        else:
+            answer.versions = [
+                (str(self._verified_version(name, version)), start, end) for name, start, end in answer.versions
+            ]
         self.answers += 1
         self.tokens += len(answer.tokens)
         return answer
+
+    def _verified_version(self, name: str, oldest: int | None) -> int:
+        """Return the version that the server names. Raises ServerError if it was not pushed, or is older than `oldest`.
+
+        Another trainer has the same version numbers, so that only the name on the wire distinguishes its weights.
+        """
+        version = self.versions.decode(name)
+        if version is None or version not in self.verified or oldest is None or version < oldest:
+            fix = "give each trainer its own servers" if self.versions.is_foreign(name) else "was it restarted?"
+            raise ServerError(
+                f"{self.url} answered with weights of {self.versions.describe(name)}, but the last push was version "
+                f"{oldest}; {fix}"
+            )
+        return version
+
+    def require_version(self) -> None:
+        """Raise ServerError unless the server has the weights of the last verified push."""
+        self._verified_version(self.dialect.version(self.http), self.version)
 
     def check_health(self, seconds: float) -> None:
         """Raise ServerError or RefusedError unless the server generates one token.
@@ -205,21 +231,27 @@ class RemoteServer:
 
         Raises:
             RolloutError: the push failed, or the server has another version or other scores afterwards. The server
-                stays paused and out of the fleet.
+                stays paused and out of the fleet. If another trainer has pushed to it, it is not paused.
         """
         self.pushing = True
         try:
-            # 1. Load the weights, as a delta if the server has its base version.
+            # 1. Leave the server alone if another trainer uses it.
+            if not self.asleep:
+                self._replaced_version()
+            # 2. Load the weights, as a delta if the server has its base version.
             self.dialect.pause(self.http, abort=True)
             if self.asleep:  # the cache stays free, because loading needs memory too
                 self.dialect.wake(self.http, "weights", push.seconds)
+            self.replaced = self._replaced_version()
+            version = self.versions.encode(push.version)
             if push.buckets is not None:
-                model = self.dialect.receive(self.http, push.transport, push.buckets, push.version, push.seconds)
+                model = self.dialect.receive(self.http, push.transport, push.buckets, version, push.seconds)
             else:
                 patched = push.delta is not None and self.failure is None and self.version == push.since
-                folder, since = (push.delta, push.since) if patched else (push.folder, None)
-                model = self.dialect.load(self.http, push.transport, str(folder), push.version, push.seconds, since)
-            # 2. Verify them.
+                folder = push.delta if patched else push.folder
+                since = self.versions.encode(push.since) if patched and push.since is not None else None
+                model = self.dialect.load(self.http, push.transport, str(folder), version, push.seconds, since)
+            # 3. Verify them.
             self._require_version(push)
             push.expected.result()  # stay paused until the scores can be compared
             if self.asleep:
@@ -246,8 +278,26 @@ class RemoteServer:
         self._compare(push, self.model)
 
     def _require_version(self, push: Push) -> None:
-        if (version := self.dialect.version(self.http)) != str(push.version):
-            raise ServerError(f"{self.url} has weights of version {version} after a push of version {push.version}")
+        name = self.dialect.version(self.http)
+        if self.versions.decode(name) != push.version:
+            raise ServerError(
+                f"{self.url} has weights of {self.versions.describe(name)} after a push of version {push.version}"
+            )
+
+    def _replaced_version(self) -> int | None:
+        """Return the version of the weights that a push replaces; None if the server may have had other weights.
+
+        Raises ServerError if another trainer has pushed its weights to a server that this trainer uses.
+        """
+        if self.version is None or self.failure is not None:
+            return None
+        name = self.dialect.version(self.http)
+        if self.versions.is_foreign(name):
+            raise ServerError(
+                f"{self.url} has weights of {self.versions.describe(name)} since the last push, version "
+                f"{self.version}; give each trainer its own servers"
+            )
+        return self.versions.decode(name)
 
     def _compare(self, push: Push, model: str) -> float:
         """Return the largest |Δ logprob| of the probe tokens. Raises ServerError if it exceeds the limits."""
@@ -266,4 +316,4 @@ class RemoteServer:
     def accept(self, model: str, version: int) -> None:
         """Return the server to the fleet after a verified push."""
         self.model, self.version, self.failure = model, version, None
-        self.verified.add(str(version))
+        self.verified.add(version)

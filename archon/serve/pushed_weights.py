@@ -30,7 +30,7 @@ class PushedWeights:
         root: only directories below it are loaded.
         read_model: returns the model of a checkpoint, loaded like the server's.
         read_lora_weights: returns a LoRA of the server's model.
-        version: version of the last push.
+        version: version of the last push, a number that the trainer chose; trainers choose different ones.
     """
 
     engine: InProcessEngine
@@ -51,6 +51,8 @@ class PushedWeights:
             path = self._folder(folder)
             if transport == "disk":
                 model = await asyncio.to_thread(self._read_finite_model, path)
+                if POLICY in self.engine.loras:  # another trainer's, which belongs to the replaced weights
+                    self.engine.unload_lora(POLICY)
                 self.engine.update_weights(model, version=version)
             else:
                 loras = await asyncio.to_thread(self._read_finite_lora, path)
@@ -74,8 +76,8 @@ class PushedWeights:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 raise CheckpointError(
-                    f"{path}: {name} holds numbers that are not finite; the server keeps its weights of version "
-                    f"{self.version}. Find the step at which the training diverged"
+                    f"{path}: {name} holds numbers that are not finite; the server keeps its weights. "
+                    "Find the step at which the training diverged"
                 )
 
     def _folder(self, folder: str) -> Path:

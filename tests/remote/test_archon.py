@@ -30,6 +30,7 @@ from tests.tolerances import FIRST_RATIO_FP32
 
 MakeConfig = Callable[..., RLConfig]
 OWN = {"Authorization": f"Bearer {TOKEN}"}
+FOREIGN = "answered with weights of version 0 of another trainer"
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +127,57 @@ def test_weights_that_a_server_was_not_given_leave_it_out(
     with pytest.raises(NoServerError, match="scores the probe tokens"):
         engine.update_weights(wrong)
     engine.close()
+
+
+def test_a_trainer_notices_the_push_of_another_with_the_same_version(
+    served: tuple[Any, str], checkpoint: Path, tokenizer: Any
+) -> None:
+    first, second = (connected(served[1], tokenizer) for _ in range(2))
+    first.update_weights(CopiedWeights(checkpoint), version=0)
+    second.update_weights(CopiedWeights(checkpoint), version=0)
+    (error,) = ask(first, request())
+    assert isinstance(error, NoServerError) and FOREIGN in str(error)
+    with pytest.raises(NoServerError, match=FOREIGN):
+        first.prompt_logprobs(PROMPT)
+    (answer,) = ask(second, request())
+    assert answer.output_versions == [0] * len(answer.output_tokens)
+    first.update_weights(CopiedWeights(checkpoint))  # it pushes again, and this time before the other looks
+    with pytest.raises(NoServerError, match="weights of version 1 of another trainer since the last push, version 0"):
+        second.update_weights(CopiedWeights(checkpoint))
+    (answer,) = ask(first, request())
+    assert answer.output_versions == [1] * len(answer.output_tokens)
+    first.close()
+    second.close()
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_server_process_never_train_tokens_of_each_other(
+    rl_config: MakeConfig, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The LoRA of the first run belongs to weights that the second run replaces."""
+
+    def trainer(name: str, **actor: Any) -> RLTrainer:
+        actor = {"path": str(checkpoint), "optimizer": {"lr": 1e-3}} | actor
+        return RLTrainer(rl_config([url], actor=actor, run_dir=str(tmp_path / name)))
+
+    server = ServeProcess(checkpoint, SHARED_MEMORY, tmp_path / "log")
+    try:
+        url = server.wait()
+        lora, first, second = trainer("lora", lora={"rank": 2}), trainer("first"), trainer("second")
+        with lora.opened():
+            lora.train_step()
+            with first.opened():
+                with pytest.raises(NoServerError, match=r"no LoRA was pushed|of another trainer"):
+                    lora.train_step()
+                first.train_step()
+                with second.opened():
+                    second.train_step()
+                    assert first.engine.version == second.engine.version == 1
+                    with pytest.raises(NoServerError, match=FOREIGN.replace("0", "1")):
+                        first.train_step()
+                    assert second.train_step()["push/servers"] == 1
+    finally:
+        server.stop()
 
 
 def test_what_a_push_may_not_do_is_refused_and_changes_nothing(

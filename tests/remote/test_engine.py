@@ -332,11 +332,25 @@ def test_answers_of_weights_older_than_the_last_push_are_refused(
     servers = [twin(), twin()]
     engine = connected(*servers)
     engine.update_weights(weights, version=1)
-    servers[0].weight_version = "0"
+    servers[0].weight_version = str(engine.servers[0].versions.encode(0))
     answers = ask(engine, *(request(seed, group=seed) for seed in range(4)))
     assert all(set(answer.output_versions) == {1} for answer in answers)
-    assert "answered with weights of version '0', but the last push was version 1" in str(engine.servers[0].failure)
+    assert "answered with weights of version 0, but the last push was version 1" in str(engine.servers[0].failure)
     assert engine.servers[1].failure is None and engine.stats.lost == 1
+
+
+def test_a_server_without_versions_in_its_answers_is_asked_for_the_version_of_its_weights(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
+) -> None:
+    server = twin(scale_out=False)
+    first, second = connected(server), connected(server)
+    (error,) = ask(first, request())
+    assert isinstance(error, NoServerError) and "weights of version 0 of another trainer" in str(error)
+    (answer,) = ask(second, request())
+    assert set(answer.output_versions) == {0}
+    server.weight_version = "default"  # as after a restart
+    (error,) = ask(second, request())
+    assert isinstance(error, NoServerError) and "weights of version 'default'" in str(error)
 
 
 def test_a_delta_is_pushed_only_to_servers_at_its_base_version(
@@ -577,3 +591,15 @@ def test_urls_and_folders_that_cannot_be_used_are_refused(twin: MakeTwin) -> Non
         connect([url], PushConfig(transport="lora"), vocab_size=12)
     with pytest.raises(ConfigError, match="does not accept pushes by lora; start it with --enable-lora"):
         connect([url], vocab_size=12, has_lora=True)
+
+
+def test_two_trainers_do_not_share_a_folder_of_pushes(twin: MakeTwin, tmp_path: Path) -> None:
+    server, config = twin(), PushConfig(folder=str(tmp_path / "pushes"))
+    first = connect([server.url], config, vocab_size=15)
+    with pytest.raises(ConfigError, match="which another trainer uses; give each trainer its own folder"):
+        connect([server.url], config, vocab_size=15)
+    first.close()
+    connect([server.url], config, vocab_size=15).close()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"rollout.push.folder is .*/file/pushes: Not a directory"):
+        connect([server.url], PushConfig(folder=str(tmp_path / "file" / "pushes")), vocab_size=15)

@@ -59,8 +59,8 @@ def test_answers_are_those_of_the_generator_and_pushes_are_verified(
     assert isinstance(error, ConfigError) and "set temperature to 1" in str(error)
     for fault, message in (
         ("update", "/update_weights_from_disk answered with status 400"),
-        ("half", "did not load version 2: half of it"),
-        ("version", "has weights of version 7 after a push of version 3"),
+        ("half", "did not load the pushed weights: half of it"),
+        ("version", "has weights of version '7' after a push of version 3"),
         ("cache_in_use", "/flush_cache answered with status 400"),
     ):
         twin.faults = {fault}

@@ -64,6 +64,7 @@ def test_a_push_wakes_the_weights_then_loads_then_wakes_the_cache(
         "/sleep?level=1&mode=abort",
         "/pause?mode=abort",
         "/wake_up?tags=weights",
+        "/weight_info",
         "/start_weight_update",
         "/update_weights",
         "/finish_weight_update",

@@ -24,6 +24,7 @@ from archon.checkpoint.hf_io import load_model
 from archon.checkpoint.tokenizer import load_tokenizer
 from archon.generation.inprocess import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest
+from archon.remote.versions import VERSIONS
 from archon.remote.weight_stream import receive_tensors
 
 SAMPLING_FIELDS = {"n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"}
@@ -87,6 +88,11 @@ class VLLMTwin:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def version(self) -> int:
+        """The trainer's version of the pushed weights."""
+        return int(self.weight_version) % VERSIONS
 
     @property
     def is_paused(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from archon.generation.types import GenerationHyperparameters
 from archon.remote.answer_checks import Fields, RawAnswer
 from archon.remote.dialects.base import Dialect, Sampling, ServerFacts, Transport
-from archon.remote.http import CONNECT_SECONDS, KEY, Http, RefusedError
+from archon.remote.http import KEY, Http, RefusedError
 from archon.schema.errors import ConfigError
 
 ROUTES = "/v1/rollout"
@@ -19,6 +19,7 @@ POLICY = "policy"
 class Archon(Dialect):
     """An archon server."""
 
+    version_route = (ROUTES, "version")
     token_bytes = 128  # an id, a logprob of up to 25 characters, and a version
 
     @classmethod
@@ -102,10 +103,6 @@ class Archon(Dialect):
         body = {"transport": transport, "folder": folder, "version": version}
         http.command(f"{ROUTES}/weights", body, seconds)
         return POLICY if transport == "lora" else self.facts.model
-
-    def version(self, http: Http) -> str:
-        """Return the version of the server's weights."""
-        return self._fields(http.get(ROUTES, CONNECT_SECONDS)).at("version").version()
 
     def start_for(self, transport: Transport) -> str:
         """Return the options that enable pushes."""

@@ -86,11 +86,13 @@ class Dialect(ABC):
     Attributes:
         facts: facts about the connected server.
         unverified: warning if the dialect was never run against its real server.
+        version_route: path of the weights' version, and its key in the response.
         token_bytes: limit of an answer's bytes for each token of prompt and answer, beyond `MAX_BYTES`.
         reserved_tokens: tokens of the context length that prompt and answer cannot use.
     """
 
     unverified: ClassVar[str] = ""
+    version_route: ClassVar[tuple[str, str]]
     token_bytes: ClassVar[int]
     reserved_tokens: ClassVar[int] = 0
 
@@ -160,7 +162,13 @@ class Dialect(ABC):
 
     def version(self, http: Http) -> str:
         """Return the version of the server's weights."""
-        raise self._unsupported("versions of weights")
+        path, key = self.version_route
+        return self._fields(http.get(path)).at(key).version()
+
+    async def current_version(self, http: Http) -> str:
+        """Return the version of the server's weights; a request on the running event loop."""
+        path, key = self.version_route
+        return self._fields(await http.fetch(path)).at(key).version()
 
     def start_for(self, transport: Transport) -> str:
         """Return the options and environment that enable pushes by `transport`."""

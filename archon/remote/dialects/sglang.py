@@ -12,7 +12,7 @@ from typing import Any
 from archon.generation.types import GenerationHyperparameters
 from archon.remote.answer_checks import Fields, RawAnswer
 from archon.remote.dialects.base import Dialect, Sampling, ServerFacts, Transport
-from archon.remote.http import CONNECT_SECONDS, Http, RefusedError, ServerError, one_line
+from archon.remote.http import Http, RefusedError, ServerError, one_line
 from archon.schema.errors import ConfigError
 
 RELEASES = ("0.5.",)
@@ -27,6 +27,7 @@ class SGLang(Dialect):
         "support for SGLang follows its source and was never run against a real server; every push and the logprobs "
         "of the first batch are verified"
     )
+    version_route = ("/get_server_info", "weight_version")
     token_bytes = 1024  # the id twice, a logprob, and the text: up to 128 characters, each up to 6 bytes in JSON
     reserved_tokens = 2  # SGLang's scheduler subtracts one from the context length, and one from the rest
 
@@ -153,13 +154,9 @@ class SGLang(Dialect):
         if loaded.at("success").value is not True:
             message = loaded.find("message")
             shown = "" if message is None else one_line(str(message.value))
-            raise ServerError(f"{self._url} did not load version {version}: {shown}")
+            raise ServerError(f"{self._url} did not load the pushed weights: {shown}")
         http.command("/flush_cache", seconds=seconds)  # status 400 while requests use it
         return self.facts.model
-
-    def version(self, http: Http) -> str:
-        """Return the version of the server's weights."""
-        return self._fields(http.get("/get_server_info", CONNECT_SECONDS)).at("weight_version").version()
 
     def start_for(self, transport: Transport) -> str:
         """Return that no option enables another transport than disk."""

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from archon.generation.types import GenerationHyperparameters
 from archon.remote.answer_checks import Fields, RawAnswer
 from archon.remote.dialects.base import Dialect, LogprobsMode, Sampling, ServerFacts, SleepTag, Transport
-from archon.remote.http import CONNECT_SECONDS, Http, RefusedError, ServerError
+from archon.remote.http import Http, RefusedError, ServerError
 from archon.remote.weight_stream import Bucket, Sender
 from archon.schema.errors import ConfigError
 
@@ -36,6 +36,7 @@ MAX_WORKERS = 4096
 class VLLM(Dialect):
     """A vLLM server."""
 
+    version_route = ("/weight_info", "weight_version")
     # The generate route repeats the text and the bytes of each token, of up to 128 characters, in two lists. A server
     # may report routed experts without being asked: 3 KiB for 60 layers with 8 experts as int32.
     token_bytes = 4096
@@ -231,10 +232,6 @@ class VLLM(Dialect):
             _broadcast(sender, buckets, pool.submit(http.command, "/update_weights", update, seconds), http.url)
         http.command("/finish_weight_update", {"weight_version": str(version)}, seconds)
         return self._reset_prefix_cache(http, seconds, self.facts.model)
-
-    def version(self, http: Http) -> str:
-        """Return the version of the server's weights."""
-        return self._fields(http.get("/weight_info", CONNECT_SECONDS)).at("weight_version").version()
 
     def _reset_prefix_cache(self, http: Http, seconds: float, model: str) -> str:
         """Clear the prefix cache and return `model`."""

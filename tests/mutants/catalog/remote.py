@@ -31,8 +31,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "answers of a server that was restarted are trained on",
         "archon/remote/server.py",
-        "if name not in self.verified or version is None or int(name) < version:",
-        "if version is None:",
+        "if version is None or version not in self.verified or oldest is None or version < oldest:",
+        "version = version or 0\n        if oldest is None:",
         (f"{ENGINE}::test_a_server_that_fails_is_left_out_and_its_requests_are_asked_elsewhere",),
     ),
     Mutant(
@@ -66,7 +66,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an answer that a push overtook is taken for one of the weights of before",
         "archon/remote/server.py",
-        'if answer.stop_reason != "abort" and self.version != version:',
+        'if answer.stop_reason != "abort" or self.replaced != version:',
         "if not self.url:",
         (f"{ENGINE}::test_an_answer_without_versions_that_a_push_overtook_is_asked_again",),
     ),
@@ -219,8 +219,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "answers of earlier verified weights are accepted",
         "archon/remote/server.py",
-        "if name not in self.verified or version is None or int(name) < version:",
-        "if name not in self.verified or version is None:",
+        "if version is None or version not in self.verified or oldest is None or version < oldest:",
+        "if version is None or version not in self.verified or oldest is None:",
         (f"{ENGINE}::test_answers_of_weights_older_than_the_last_push_are_refused",),
     ),
     Mutant(
@@ -471,5 +471,33 @@ MUTANTS: tuple[Mutant, ...] = (
         "if end > bucket.data.numel():",
         "if end < 0:",
         ("tests/remote/test_weight_stream.py::test_a_malformed_bucket_is_refused",),
+    ),
+    Mutant(
+        "two trainers have the same version numbers",
+        "archon/remote/versions.py",
+        "return 1 + secrets.randbelow(TRAINERS - 1)",
+        "return 1",
+        ("tests/remote/test_archon.py::test_a_trainer_notices_the_push_of_another_with_the_same_version",),
+    ),
+    Mutant(
+        "a push takes a server from another trainer",
+        "archon/remote/server.py",
+        "        if self.versions.is_foreign(name):\n            raise",
+        "        if False:\n            raise",
+        ("tests/remote/test_archon.py::test_a_trainer_notices_the_push_of_another_with_the_same_version",),
+    ),
+    Mutant(
+        "answers without versions are taken for the trainer's own",
+        "archon/remote/server.py",
+        "self._verified_version(name, version)), 0, len",
+        "version), 0, len",
+        (f"{ENGINE}::test_a_server_without_versions_in_its_answers_is_asked_for_the_version_of_its_weights",),
+    ),
+    Mutant(
+        "two trainers write and remove pushes in one folder",
+        "archon/remote/connect.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.LOCK_SH)",
+        (f"{ENGINE}::test_two_trainers_do_not_share_a_folder_of_pushes",),
     ),
 )
