@@ -68,6 +68,11 @@ def resolve_layout(
     check_config(config, dims, sizes.experts > 0, kind, supports_gathered)
     if dims.cp_enabled and config.context_parallel == "auto":
         logger.info("context parallelism over %d ranks: %s", layout.cp, kind)
+    if config.pipeline.layers_per_stage is not None and not dims.pp_enabled:
+        raise ConfigError(
+            f"pipeline.layers_per_stage is {config.pipeline.layers_per_stage}, but layout {layout} has no pipeline "
+            "stages; add p, such as p2, to the layout, or remove it"
+        )
     stages = plan_stages(config.pipeline, layout.pp, sizes.layers, sizes.deepstack_layers) if dims.pp_enabled else None
     return ResolvedLayout(layout, dims, kind, stages, compile_enabled(config.compile, device_type))
 

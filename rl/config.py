@@ -19,7 +19,9 @@ from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.logprob_check import check_recomputable
 from archon.schema.config import (
     EXPANDED,
+    MAX_SAMPLES,
     MAX_SECONDS,
+    MAX_STEP_ROWS,
     EngineConfig,
     MetricsConfig,
     StrictModel,
@@ -33,7 +35,7 @@ from archon.training.config import BootstrapFile, CheckpointConfig
 class RolloutConfig(StrictModel):
     """Generation of a batch of trajectories."""
 
-    prompts_per_step: int = Field(32, ge=1, description="groups in a training batch")
+    prompts_per_step: int = Field(32, ge=1, le=MAX_STEP_ROWS, description="groups in a training batch")
     max_resamples: int = Field(
         3,
         ge=0,
@@ -43,6 +45,7 @@ class RolloutConfig(StrictModel):
     max_staleness: int = Field(
         0,
         ge=0,
+        le=MAX_STEP_ROWS,
         description="maximum policy versions between the start of a group and its training; 0: rollout and training "
         "alternate, above 0: they overlap",
     )
@@ -79,7 +82,7 @@ class EvaluationConfig(StrictModel):
 
     every: int = Field(20, ge=0, description="steps between evaluations; 0: only before the first and after the last")
     max_prompts: int | None = Field(None, ge=1, description="held-out prompts used; null: all")
-    n_samples: int = Field(1, ge=1, le=2**20, description="sampled answers per prompt")
+    n_samples: int = Field(1, ge=1, le=MAX_SAMPLES, description="sampled answers per prompt")
     temperature: float = Field(1.0, ge=1e-3, description="sampling temperature")
     greedy: bool = Field(True, description="also evaluate greedy answers")
     well_formed: str | None = Field(
@@ -113,7 +116,7 @@ class DemonstrationsConfig(StrictModel):
     """Expert answers for policy losses `mix` and `chord`."""
 
     data: TrainingDataConfig = Field(description="SFT data: conversations, or prompts and responses")
-    per_step: int = Field(ge=1, description="rows added to each batch")
+    per_step: int = Field(ge=1, le=MAX_STEP_ROWS, description="rows added to each batch")
 
 
 class ExperiencesConfig(StrictModel):
@@ -343,6 +346,13 @@ class RLConfig(StrictModel):
         algorithm, n_samples = self.algorithm, self.gconfig.n_samples
         if self.actor.lora is not None and self.actor.lora.loras is not None:
             raise ValueError("actor.lora.loras names several LoRAs, but an RL run trains one policy; set lora.rank")
+        started = (1 + self.rollout.max_staleness) * self.rollout.prompts_per_step * n_samples
+        if started > MAX_STEP_ROWS:
+            raise ValueError(
+                f"rollout.prompts_per_step = {self.rollout.prompts_per_step}, gconfig.n_samples = {n_samples} and "
+                f"rollout.max_staleness = {self.rollout.max_staleness} start {started} answers at once; expected at "
+                f"most {MAX_STEP_ROWS}"
+            )
         if algorithm.advantage.is_group_relative and n_samples < 2:
             raise ValueError(f"gconfig.n_samples is {n_samples}; a group needs at least 2 answers to compare rewards")
         if algorithm.zero_variance_groups != "keep" and n_samples < 2:

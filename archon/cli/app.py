@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _require_capacity()
         _end_with_torchrun()
-    with exit_on_error():
+    with exit_on_error(), _no_empty_cache():
         # Import the user's rewards and workflows from the current folder, as `python -m archon` does.
         with suppress(FileNotFoundError):  # the current folder was removed
             if "" not in sys.path and os.getcwd() not in sys.path:
@@ -153,6 +153,19 @@ def _open_standard_streams() -> None:
         open(os.devnull, "w") if stream is None else stream  # noqa: SIM115 - open until the process ends
         for stream in (sys.stdout, sys.stderr)
     )
+
+
+@contextmanager
+def _no_empty_cache() -> Iterator[None]:
+    """Remove the folder of compiled code that `import torch._dynamo` creates in TMPDIR, if nothing was compiled."""
+    is_configured = "TORCHINDUCTOR_CACHE_DIR" in os.environ
+    try:
+        yield
+    finally:
+        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # set by torch
+        if folder is not None and not is_configured:
+            with suppress(OSError):  # it holds compiled code
+                os.rmdir(folder)
 
 
 @contextmanager

@@ -160,13 +160,9 @@ def check_run_dir(path: str | Path, *, resume: bool) -> None:
     """Reject a run directory that cannot be written or contains another run. Creates nothing."""
     from archon.training.runner import RunDirectory
 
-    path = Path(path)
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"run_dir {path}: {existing} is not a folder; choose another run_dir")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"run_dir {path}: {existing} cannot be written; choose another run_dir")
-    if RunDirectory(path).has_run() and not resume:
+    folder = RunDirectory(path)
+    folder.require_usable()
+    if folder.has_run() and not resume:
         raise ConfigError(f"run directory {path} already holds a run; set resume=true or choose another run_dir")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from archon.data.config import DatasetConfig
-from archon.schema.config import EXPANDED, MAX_SECONDS, ComputeDtype, StrictModel
+from archon.schema.config import EXPANDED, MAX_SAMPLES, MAX_SECONDS, ComputeDtype, StrictModel
 
 
 class EvalDataConfig(DatasetConfig):
@@ -21,7 +21,7 @@ class EvalConfig(StrictModel):
 
     data: EvalDataConfig = Field(description="dataset of the prompts; also --data PATH")
     reward: str = Field(description="name or dotted path of the reward function; also --reward")
-    n: int = Field(1, ge=1, le=2**20, description="answers per prompt; also --n")
+    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="answers per prompt; also --n")
     k: list[int] = Field(default_factory=list, description="values of k for pass@k, at most n; empty: 1, 2, 4, … and n")
     pass_threshold: float = Field(1.0, description="minimum reward of a correct answer, for pass@k")
     temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy; also --temperature")

@@ -15,6 +15,7 @@ import typer
 
 from archon.checkpoint.atomic import named_errors, write_text
 from archon.cli.config import config_command, load_config, to_yaml
+from archon.cli.generate import require_answers
 from archon.cli.options import ConfigFile, LoRAFolder, Overrides
 from archon.schema.config import expand_path, require_separate
 from archon.schema.errors import ConfigError
@@ -102,6 +103,7 @@ def evaluate(
                     "tokenizer to the model's folder for the values that it gets for a checkpoint"
                 )
         rows = load_rows(config.data, "rl", tokenizer).rows
+        require_answers(len(rows), config.n, "n")
         for row in rows:
             reward.require_columns(row)
         folder.mkdir(parents=True, exist_ok=True)

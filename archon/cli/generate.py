@@ -14,6 +14,7 @@ import typer
 
 from archon.cli.config import config_command, load_config
 from archon.cli.options import CheckpointFolder, ConfigFile, LoRAFolder, Overrides
+from archon.schema.config import MAX_STEP_ROWS
 from archon.schema.errors import CheckpointError, ConfigError, NotFiniteError
 from archon.schema.files import PROMPTS_BYTES, read_limited
 from archon.schema.tasks import results_as_completed
@@ -47,7 +48,17 @@ def command(
         prompts += read_prompts(file)
     if not prompts:
         raise ConfigError("there is no prompt; use --prompt TEXT or --prompts-file FILE")
+    require_answers(len(prompts), resolved.n_samples, "n_samples")
     answer(path, prompts, resolved, lora)
+
+
+def require_answers(prompts: int, samples: int, name: str) -> None:
+    """Raise ConfigError for too many answers, each of which is an object in memory."""
+    if prompts * samples > MAX_STEP_ROWS:
+        raise ConfigError(
+            f"{prompts:,} prompts with {name} = {samples:,} are {prompts * samples:,} answers; expected at most "
+            f"{MAX_STEP_ROWS:,}: divide the prompts"
+        )
 
 
 def read_prompts(file: Path) -> list[str]:

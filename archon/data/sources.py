@@ -233,7 +233,7 @@ def _decompressed(file: BinaryIO, path: Path, suffix: str) -> Any:
     return io.BufferedReader(CompressedInputStream(file, "zstd"))
 
 
-class _Budget:
+class RowBudget:
     """Memory budget for the rows of one file; raises DatasetError if it is exceeded."""
 
     def __init__(self, path: Path) -> None:
@@ -241,6 +241,7 @@ class _Budget:
         self.limit = int(MEMORY_SHARE * memory_bytes())
 
     def add(self, n_bytes: int, n_rows: int = 1) -> None:
+        """Count rows. Raises DatasetError if they fill the budget."""
         self.n_bytes += n_bytes + n_rows * _ROW_OVERHEAD
         if self.n_bytes > self.limit:
             raise DatasetError(
@@ -260,7 +261,7 @@ def _limited_lines(path: Path, pieces: Iterable[AnyStr], first: int = 1) -> Iter
     Raises:
         DatasetError: a line is longer than `ROW_BYTES`, or the lines fill the memory.
     """
-    budget = _Budget(path)
+    budget = RowBudget(path)
     for number, line in enumerate(pieces, start=first):
         if len(line) > ROW_BYTES:
             raise DatasetError(
@@ -431,7 +432,7 @@ def _arrow_batches(path: Path, stream: BinaryIO) -> Iterator[Any]:
 
 
 def _batch_rows(path: Path, batches: Iterable[Any]) -> list[SourceRow]:
-    budget, rows = _Budget(path), list[SourceRow]()
+    budget, rows = RowBudget(path), list[SourceRow]()
     for batch in batches:
         batch.validate(full=True)  # reading damaged offsets would crash the process
         budget.add(batch.nbytes, batch.num_rows)

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 
 from archon.data.bad_rows import BadRows, Notes, Policy
-from archon.data.sources import SourceRow
+from archon.data.sources import RowBudget, SourceRow
 from archon.schema.capacity import cores
 from archon.schema.children import end_with_parent, marked_environment
 from archon.schema.errors import DatasetError
@@ -231,6 +231,7 @@ def cached_rows(
     digest = hashlib.blake2b(json.dumps([_FORMAT, recipe, [*files]], sort_keys=True, default=repr).encode())
     for file in files.values():
         with open_regular(file, DatasetError) as stream:
+            RowBudget(file).add(os.fstat(stream.fileno()).st_size, 0)  # its rows would not fit: do not read all of it
             digest.update(hashlib.file_digest(stream, "blake2b").digest())
     folder = Path(os.environ.get("ARCHON_CACHE") or "~/.cache/archon").expanduser() / "rows" / digest.hexdigest()[:32]
     try:

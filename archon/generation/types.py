@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from archon.checkpoint.chat_template import stop_token_ids
 from archon.models.vision.images import ProcessedImage
-from archon.schema.config import StrictModel
+from archon.schema.config import MAX_SAMPLES, StrictModel
 from archon.schema.errors import RolloutError
 
 StopReason = Literal["stop", "length", "abort", "tool_calls"]
@@ -28,7 +28,9 @@ TopLogprobs = list[tuple[int, float]]
 class GenerationHyperparameters(StrictModel):
     """How one answer is sampled. All defaults are defined here; a checkpoint's generation config is not used."""
 
-    n_samples: int = Field(1, ge=1, le=2**20, description="answers per prompt; a request to an engine asks for one")
+    n_samples: int = Field(
+        1, ge=1, le=MAX_SAMPLES, description="answers per prompt; a request to an engine asks for one"
+    )
     max_new_tokens: int = Field(512, ge=1, description="maximum tokens of the answer")
     min_new_tokens: int = Field(0, ge=0, description="no stop id, stop string or end of text before this many tokens")
     max_tokens: int | None = Field(None, ge=2, description="maximum tokens of prompt and answer together")

@@ -28,6 +28,9 @@ ComputeDtype = Literal["float32", "bfloat16", "float64"]
 Fp8Recipe = Literal["none", "tensorwise", "rowwise"]
 Fp8Choice = Fp8Recipe | Literal["tensorwise_inner", "rowwise_inner"]
 MAX_SECONDS = 1e9  # thirty years; larger timeouts overflow in PyTorch and asyncio
+MAX_LR = 1e3  # Adam moves each weight by about lr, and weights are below 100; a step of 1e3 leaves nothing of a model
+MAX_STEP_ROWS = 2**18  # rows or answers of one step or call, which keeps up to 11 KB of each in Python (measured)
+MAX_SAMPLES = 2**14  # 16,384 answers to one prompt; pass@k is measured up to k = 10,000
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 RELATIVE_TO_CONFIG = "a path relative to the configuration file that contains it"
 """Annotation of a path field that becomes absolute when the file is read."""
@@ -176,7 +179,7 @@ class OptimizerConfig(StrictModel):
         "of AdamW fit; AdamW for embeddings, heads, norms and biases",
     )
     momentum: float = Field(0.95, ge=0, lt=1, description="decay of Muon's momentum")
-    lr: float = Field(1e-5, gt=0, description="peak learning rate")
+    lr: float = Field(1e-5, gt=0, le=MAX_LR, description="peak learning rate")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
@@ -190,6 +193,15 @@ class OptimizerConfig(StrictModel):
     max_skipped_in_a_row: int = Field(
         5, ge=1, description="steps in a row with a non-finite gradient, after which training stops"
     )
+
+    @model_validator(mode="after")
+    def _check_decay(self) -> OptimizerConfig:
+        if self.lr * self.weight_decay > 1:
+            raise ValueError(
+                f"lr * weight_decay is {self.lr * self.weight_decay:g}; expected at most 1, because a step multiplies "
+                "weights by 1 - lr * weight_decay"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_moments(self) -> OptimizerConfig:
@@ -247,6 +259,15 @@ class ActivationCheckpointConfig(StrictModel):
     def _check_details(self) -> ActivationCheckpointConfig:
         if isinstance(self.selective, int) and self.selective < 1:
             raise ValueError(f"selective must be 'op', 'first n' or a number of layers >= 1, got {self.selective}")
+        if self.memory_budget is not None and self.mode not in ("memory_budget", "auto"):
+            raise ValueError(
+                f"memory_budget is {self.memory_budget:g}, which mode {self.mode} ignores; set mode to memory_budget "
+                "or auto, or remove it"
+            )
+        if self.selective != "op" and self.mode != "selective":
+            raise ValueError(
+                f"selective is {self.selective}, which mode {self.mode} ignores; set mode to selective, or remove it"
+            )
         if self.mode == "memory_budget" and self.kept_share > 1:
             raise ValueError(
                 f"memory_budget must be a share from 0 to 1 in mode memory_budget, got {self.kept_share:g}"

@@ -10,6 +10,7 @@ from archon.data.config import HELD_OUT, DatasetConfig, TrainingDataConfig
 from archon.data.registry import DatasetKind
 from archon.schema.config import (
     EXPANDED,
+    MAX_STEP_ROWS,
     RELATIVE_TO_CONFIG,
     EngineConfig,
     MetricsConfig,
@@ -60,7 +61,9 @@ class LoRAData(StrictModel):
     """Data of one LoRA in a multi-LoRA run."""
 
     train_data: TrainingDataConfig = Field(description="training rows")
-    batch_size: int | None = Field(None, ge=1, description="rows per optimizer step; null: batch_size of the run")
+    batch_size: int | None = Field(
+        None, ge=1, le=MAX_STEP_ROWS, description="rows per optimizer step; null: batch_size of the run"
+    )
     eval_data: Annotated[TrainingDataConfig | None, HELD_OUT] = Field(
         None, description="held-out rows; split defaults to test if path equals train_data.path"
     )
@@ -76,7 +79,7 @@ class SFTConfig(StrictModel):
     epochs: int = Field(
         1, ge=1, description="passes over the data if total_steps is null; the last batch of a pass may be smaller"
     )
-    batch_size: int = Field(32, ge=1, description="rows per optimizer step")
+    batch_size: int = Field(32, ge=1, le=MAX_STEP_ROWS, description="rows per optimizer step")
     model: EngineConfig = Field(description="the model")
     tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the model's")
     train_data: TrainingDataConfig = Field(description="training rows")
@@ -211,7 +214,7 @@ class WarmupConfig(StrictModel):
 
     total_steps: int = Field(200, ge=1, description="maximum optimizer steps")
     target: WarmupTarget | None = Field(None, description="held-out reward that ends the warm-up early")
-    batch_size: int = Field(64, ge=1, description="rows per optimizer step")
+    batch_size: int = Field(64, ge=1, le=MAX_STEP_ROWS, description="rows per optimizer step")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW of the warm-up")
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="schedule of the warm-up")
     train_data: TrainingDataConfig = Field(description="rows to warm up on")

@@ -58,11 +58,15 @@ class RunDirectory:
         """Create and lock the folder, and write `config.yaml` and `versions.json`.
 
         Raises:
-            ConfigError: another process has locked the folder, or it contains a run and `resume` is false.
-            OSError: the folder cannot be written.
+            ConfigError: the folder cannot be written, another process has locked it, or it contains a run and `resume`
+                is false.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self.require_usable()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"run_dir {self.path}: {error.strerror}; choose another run_dir") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -88,6 +92,18 @@ class RunDirectory:
             os.pwrite(lock, str(os.getpid()).encode(), 0)
         write_text(self.path / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         write_text(self.path / "versions.json", json.dumps(versions(), indent=2) + "\n")
+
+    def require_usable(self) -> None:
+        """Raise ConfigError if the folder is the root of the file system, or cannot be written. Creates nothing."""
+        path = self.path.absolute()
+        target = Path(os.path.realpath(path))
+        if target == target.parent:  # also //
+            raise ConfigError(f"run_dir {self.path} is the root of the file system; choose another run_dir")
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        if not existing.is_dir():
+            raise ConfigError(f"run_dir {self.path}: {existing} is not a folder; choose another run_dir")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f"run_dir {self.path}: {existing} cannot be written; choose another run_dir")
 
     def resume_advice(self) -> str:
         """Return one line on how to continue the run after its processes have ended."""

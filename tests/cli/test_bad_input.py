@@ -318,7 +318,28 @@ def test_value_of_the_wrong_type(archon, sft_overrides):
             "rollout.reward_timeout=1e308",
             "reward_timeout: got 1e+308, input should be less than or equal to 1000000000",
         ),
-        ("gconfig.n_samples=9223372036854775807", "input should be less than or equal to 1048576"),
+        ("gconfig.n_samples=9223372036854775807", "input should be less than or equal to 16384"),
+        ("evaluation.n_samples=1048576", "input should be less than or equal to 16384"),
+        ("rollout.prompts_per_step=1000000000", "input should be less than or equal to 262144"),
+        (
+            "rollout.prompts_per_step=200000",
+            "prompts_per_step = 200000, gconfig.n_samples = 4 and rollout.max_staleness = 0 start 800000 answers",
+        ),
+        ("rollout.max_staleness=100000", "at once; expected at most 262144"),
+        ("actor.optimizer.lr=1e30", "actor.optimizer.lr: got 1e+30, input should be less than or equal to 1000"),
+        ("actor.optimizer.weight_decay=1e10", "lr * weight_decay is 100000; expected at most 1"),
+        (
+            "actor.activation_checkpoint.memory_budget=2",
+            "memory_budget is 2, which mode none ignores; set mode to memory_budget or auto, or remove it",
+        ),
+        (
+            "actor.activation_checkpoint.selective=2",
+            "selective is 2, which mode none ignores; set mode to selective, or remove it",
+        ),
+        (
+            "actor.pipeline.layers_per_stage=[1, 1]",
+            "layers_per_stage is [1, 1], but layout d1 has no pipeline stages; add p, such as p2, to the layout",
+        ),
         ("reward=..", "unknown reward '..'; expected one of"),
         ("workflow=..", "workflow '..' cannot be imported (the path is relative)"),
         ("workflow_args.gconfig=1", "workflow_args.gconfig: got 1; set the run's `gconfig` instead"),
@@ -349,8 +370,37 @@ def test_episodes_that_always_fail_by_a_mistake(archon, rl_overrides, overrides,
 def test_run_directory_cannot_be_written(archon, sft_overrides, tmp_path):
     (tmp_path / "file").write_text("mine")
     complaint = archon("sft", *sft_overrides, f"run_dir={tmp_path / 'file' / 'run'}").complaint
-    assert str(tmp_path / "file") in complaint and "Not a directory" in complaint
+    assert f"{tmp_path / 'file'} is not a folder; choose another run_dir" in complaint
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", ["sft", "sft --dry-run"])
+@pytest.mark.parametrize("path", ["/", "/usr/..", "//"])
+def test_the_root_of_the_file_system_is_no_run_directory(archon, sft_overrides, command, path):
+    complaint = archon(*command.split(), *sft_overrides, f"run_dir={path}").complaint
+    assert "is the root of the file system; choose another run_dir" in complaint
+
+
+def test_a_run_directory_that_the_system_refuses_names_its_setting(archon, sft_overrides):
+    complaint = archon("sft", *sft_overrides, "run_dir=/proc/x").complaint
+    assert "run_dir /proc/x: No such file or directory; choose another run_dir" in complaint
+
+
+def test_a_batch_has_a_limited_number_of_rows(archon, sft_overrides):
+    complaint = archon("sft", *sft_overrides, "batch_size=1000000000").complaint
+    assert "batch_size: got 1000000000, input should be less than or equal to 262144" in complaint
+
+
+def test_a_call_has_a_limited_number_of_answers(archon, checkpoint, dataset, tmp_path):
+    prompts = tmp_path / "prompts"
+    prompts.write_text("1\n" * 200)
+    arguments = ("generate", checkpoint, "--prompts-file", prompts)
+    assert "input should be less than or equal to 16384" in archon(*arguments, "n_samples=1048576").complaint
+    told = "200 prompts with n_samples = 16,000 are 3,200,000 answers; expected at most 262,144: divide the prompts"
+    assert told in archon(*arguments, "n_samples=16000").complaint
+    scored = ("eval", checkpoint, "--data", dataset, "--reward", "exact_match", "--out", tmp_path / "out")
+    complaint = archon(*scored, "device=cpu", "reward_workers=1", "data.split=train", "n=16384").complaint
+    assert complaint.endswith("divide the prompts") and not (tmp_path / "out").exists()
 
 
 def test_port_in_use(archon, tmp_path):

@@ -61,3 +61,12 @@ def test_processes_that_cannot_join(variables: dict[str, str], reason: str):
     done = run_code(code, environment=os.environ | surroundings | variables)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert f"archon: {reason}" in done.stderr
+
+
+def test_a_command_that_compiles_nothing_leaves_no_folder_for_compiled_code(checkpoint: Path, tmp_path: Path):
+    """`import torch._dynamo` creates it."""
+    arguments = ["generate", str(checkpoint), "--prompt", "1+1=", "max_new_tokens=1", "device=cpu"]
+    (temporary := tmp_path / "temporary").mkdir()
+    done = python(f"from archon.cli import main; main({arguments})", TMPDIR=str(temporary))
+    assert done.returncode == 0 and "1 tokens" in done.stderr, done.stderr
+    assert [*temporary.iterdir()] == []

@@ -155,6 +155,16 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
         read_rows(file)
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "jsonl.gz", "parquet"])
+def test_a_file_larger_than_the_memory_is_refused_before_it_is_read(archon, checkpoint, tmp_path, suffix):
+    file = tmp_path / f"rows.{suffix}"
+    with file.open("wb") as sparse:
+        sparse.truncate(2**42)
+    run = [f"run_dir={tmp_path / 'run'}", f"model.path={checkpoint}", "total_steps=1", "batch_size=1"]
+    complaint = archon("sft", *run, f"train_data.path={file}").complaint
+    assert f"{file}: its rows take more than" in complaint and "of this machine's memory" in complaint
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_a_table_has_a_limit_of_columns_and_of_memory(tmp_path, monkeypatch, suffix):
     import pyarrow as pa

@@ -108,6 +108,14 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         "target_parameters of adapter_config.json lacks all of .*gate_up",
     ),
     "one stack of two": ({"target_parameters": ["down_proj"]}, r"base_layer\.lora_A.* is no LoRA of this model's"),
+    "a parameter of no model": (
+        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.experts.nothing"]},
+        "mlp.experts.nothing, which the model does not have; expected its stacked experts, mlp.experts.down_proj, mlp",
+    ),
+    "a parameter of one layer too many": (
+        {"target_parameters": ["gate_up_proj", "down_proj", "layers.9.self_attn.q_proj.weight"]},
+        "target_parameters names layers.9.self_attn.q_proj.weight, which",
+    ),
     "a further stack": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "is no LoRA of this model's"),
     "parameters in one text": ({"target_parameters": "down_proj"}, "target_parameters is .*; expected a list of names"),
     "a version of nobody": ({"peft_version": "new"}, "peft_version is 'new'; expected for example '0.21.2'"),

@@ -30,6 +30,7 @@ from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import lora_parameter_names, single_lora_names
 from archon.models.lora.targets import VISION_PREFIX, LoRASize, lora_matrices
 from archon.parallel.fsdp import local_region, local_tensor
+from archon.schema.name_patterns import name_suffixes
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PARTS = "archon.parts"
@@ -125,6 +126,7 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
             fail(file.path, f"key {key!r} is {entry.dtype} {entry.shape}; expected a matrix of floating-point numbers")
     if not file.entries:
         fail(file.path, "it holds no tensors")
+    _require_parameters(config, [*known, *linear, *in_memory.values()])
     parts = _read_parts(file)
     for name in parts.keys() - keys.keys():
         fail(file.path, f"its metadata {PARTS!r} has {name!r}, which has no LoRA in the file")
@@ -142,6 +144,21 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
         if not missing:
             stored.append(_stored_tensor(config, file, tensor, keys[tensor.name], parts.get(tensor.name)))
     return stored
+
+
+def _require_parameters(config: PeftConfig, tensors: Iterable[PeftTensor]) -> None:
+    """Raise CheckpointError if a name of `target_parameters` is no parameter of the model."""
+    names = [tensor.name if tensor.experts is not None else f"{tensor.name}.weight" for tensor in tensors]
+    suffixes = {suffix for name in names for suffix in name_suffixes(name)}
+    if unknown := sorted(config.parameters - suffixes):
+        stacks = sorted(
+            {tensor.name.rpartition(".layers.")[2].partition(".")[2] for tensor in tensors if tensor.experts}
+        )
+        fail(
+            config.path,
+            f"target_parameters names {', '.join(unknown[:4])}, which the model does not have; expected "
+            + (f"its stacked experts, {', '.join(stacks)}" if stacks else "none, because the model stacks no experts"),
+        )
 
 
 def _stack_hint(key: str, known: Iterable[PeftTensor], config: PeftConfig) -> str:
