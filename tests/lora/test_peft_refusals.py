@@ -150,6 +150,20 @@ def test_modules_named_in_full_are_of_any_layer(folders: dict[str, Folder], tmp_
         folders["stacked"].change(tmp_path / "ends", {"target_modules": ends, "layers_to_transform": [0]})
 
 
+def test_all_linear_of_a_folder_is_every_linear_layer_as_in_peft(folders: dict[str, Folder], tmp_path: Path) -> None:
+    """PEFT writes the modules that it found; a folder with the word itself must hold all of them too."""
+    fields: dict[str, Any] = {"target_modules": "all-linear", "layers_to_transform": [0]}
+    folders["stacked"].change(tmp_path / "whole", fields)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        module = QUERIES.replace("q_proj", name)
+        with pytest.raises(CheckpointError, match=f"it has no LoRA of '{module}', which target_modules"):
+            folders["stacked"].change(tmp_path / name, fields, drop(module))
+    fields["exclude_modules"] = ["q_proj"]
+    with pytest.raises(CheckpointError, match="q_proj', but exclude_modules names it"):
+        folders["stacked"].change(tmp_path / "excluded", fields)
+    folders["stacked"].change(tmp_path / "rest", fields, drop("q_proj"))
+
+
 def drop(part: str) -> Callable[[Tensors], Any]:
     return lambda x: [x.pop(key) for key in [*x] if part in key]
 

@@ -80,6 +80,7 @@ class PeftConfig:
         excluded: modules without a LoRA, in the format of `modules`.
         layers: layers with a LoRA; None for all.
         dropout: dropout of the LoRA's inputs in training by PEFT.
+        all_linear: whether `target_modules` is all-linear: every linear layer but the head, in any layer.
     """
 
     path: Path
@@ -95,6 +96,7 @@ class PeftConfig:
     excluded: frozenset[str] | NamePattern
     layers: frozenset[int] | None
     dropout: float
+    all_linear: bool = False
 
     def is_parameter(self, name: str) -> bool:
         """Return whether `target_parameters` names this parameter."""
@@ -111,7 +113,7 @@ class PeftConfig:
 
     def names(self, module: str) -> bool:
         """Return whether `target_modules` names this module and nothing excludes it, so that it must have a LoRA."""
-        return self.modules is not None and self._exclusion_reason(module) is None
+        return (self.all_linear or self.modules is not None) and self._exclusion_reason(module) is None
 
     def _exclusion_reason(self, module: str) -> str | None:
         """Return the reason why a module has no LoRA, if any."""
@@ -121,7 +123,7 @@ class PeftConfig:
             return "exclude_modules names it"
         layer = re.search(r"\.layers\.(\d+)\.", module)
         exact = isinstance(self.modules, frozenset) and module in self.modules
-        if self.layers is None or layer is None or exact or int(layer[1]) in self.layers:
+        if self.layers is None or layer is None or exact or self.all_linear or int(layer[1]) in self.layers:
             return None
         return f"layers_to_transform, {sorted(self.layers)}, does not have its layer"
 
@@ -150,6 +152,7 @@ def read_config(path: Path) -> PeftConfig:
     if rslora not in (True, False, None):
         fail(path, f"use_rslora is {rslora!r}; expected true or false")
     targets, base = config.get("target_modules"), _path(path, config, "base_model_name_or_path")
+    all_linear = isinstance(targets, str) and targets.lower() == "all-linear"  # as PEFT compares
     return PeftConfig(
         path=path,
         base=_with_revision(base, _path(path, config, "revision")) if base else None,
@@ -159,11 +162,12 @@ def read_config(path: Path) -> PeftConfig:
         rslora=bool(rslora),
         ranks=_patterns(path, config, "rank_pattern"),
         alphas=_patterns(path, config, "alpha_pattern"),
-        modules=None if targets in (None, "all-linear") else _names(path, config, "target_modules"),
+        modules=None if targets is None or all_linear else _names(path, config, "target_modules"),
         parameters=_list_of_names(path, config, "target_parameters"),
         excluded=_names(path, config, "exclude_modules"),
         layers=_layers(path, config.get("layers_to_transform")),
         dropout=_dropout(path, config.get("lora_dropout") or 0.0),
+        all_linear=all_linear,
     )
 
 

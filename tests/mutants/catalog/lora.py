@@ -475,4 +475,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "sums[1:]",
         (f"{DROPOUT}::test_micro_batches_recomputation_order_and_prefixes_change_nothing",),
     ),
+    Mutant(
+        "all-linear of a folder may leave out modules",
+        "archon/checkpoint/peft/config.py",
+        "return (self.all_linear or self.modules is not None)",
+        "return self.modules is not None",
+        (f"{REFUSALS}::test_all_linear_of_a_folder_is_every_linear_layer_as_in_peft",),
+    ),
 )
