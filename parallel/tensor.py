@@ -87,6 +87,9 @@ def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, style: Parall
         # a [r, in] is split with the columns of the weight, b [out, r] with its rows.
         shard_parameter(lora_layer, "a", mesh, (placement if placement == Shard(1) else Replicate(),))
         shard_parameter(lora_layer, "b", mesh, (placement if placement == Shard(0) else Replicate(),))
+        if lora_layer.magnitude is not None:
+            rows = placement if placement == Shard(0) else Replicate()
+            shard_parameter(lora_layer.magnitude, "weight", mesh, (rows,))
 
 
 def lora_layers(lora: Any) -> list[Any]:

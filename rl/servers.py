@@ -48,7 +48,7 @@ def open_servers(
             config.rollout.push,
             vocab_size=engine.args.vocab_size,
             tokenizer=tokenizer,
-            has_lora=bool(engine.lora),
+            has_lora=_pushes_lora(config, engine),
             colocated=_is_colocated(config),
             recorded_model=engine.args if config.generator and config.generator.record_experts else None,
             probe=probe_tokens(tokenizer, rows),
@@ -70,6 +70,17 @@ def open_servers(
         f"|Δ logprob| up to {pushed['push/difference']:.1e}"
     )
     return generator
+
+
+def _pushes_lora(config: RLConfig, engine: ArchonEngine) -> bool:
+    """Return whether servers can load the trained LoRA; they load no DoRA, whose merged weights are pushed."""
+    has_dora = any(size.dora for size in engine.lora.values())
+    if has_dora and config.rollout.push is not None and config.rollout.push.transport == "lora":
+        raise ConfigError(
+            "rollout.push.transport is lora, and servers cannot load the DoRA of actor.lora; set it to disk, which "
+            "pushes merged weights"
+        )
+    return bool(engine.lora) and not has_dora
 
 
 def _is_colocated(config: RLConfig) -> bool:
@@ -103,5 +114,5 @@ def _launch_servers(config: RLConfig, engine: ArchonEngine, log: Callable[[str],
         engine.save(model, tokenizer=config.tokenizer)
     if not ControlPlane.with_long_timeout("servers").is_main:
         return None
-    rank = config.actor.lora.rank if config.actor.lora is not None else None
+    rank = config.actor.lora.rank if config.actor.lora is not None and _pushes_lora(config, engine) else None
     return LaunchedServers(launch, command(launch, str(model.absolute()), root, config.actor.dtype, rank), folder, log)

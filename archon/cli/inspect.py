@@ -160,14 +160,16 @@ def describe_lora(folder: Path, checkpoint: Path, parameters: int) -> list[str]:
         size = sum(entry.end - entry.start for entry in file.entries.values())
         dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in file.entries.values()})
     modules = sorted({module.rpartition(".")[2] for name in sizes for module in hf_modules(family, name)})
-    kinds = Counter((one.rank, one.alpha, one.scale) for one in sizes.values()).most_common()
+    kinds = Counter(
+        (one.rank, one.alpha, one.scale, ", DoRA" if one.dora else "") for one in sizes.values()
+    ).most_common()
     return [
         "",
         f"  lora         {folder}",
         f"  base         {config.base or 'not named'}; it fits this checkpoint",
         *(
-            f"  rank         {rank}, alpha {alpha:g}, scale {scale:.4g}, {matrices} matrices"
-            for (rank, alpha, scale), matrices in kinds
+            f"  rank         {rank}, alpha {alpha:g}, scale {scale:.4g}{dora}, {matrices} matrices"
+            for (rank, alpha, scale, dora), matrices in kinds
         ),
         f"  targets      {', '.join(modules)}",
         f"  parameters   {count:,}, {100 * count / parameters:.2g} % of the checkpoint's",

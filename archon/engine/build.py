@@ -22,7 +22,7 @@ from archon.models.args.base import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.moe import expert_biases
-from archon.models.lora.model import Fill, add_lora, initializers
+from archon.models.lora.model import Fill, add_lora, initialize_magnitudes, initializers
 from archon.models.lora.targets import VISION_PREFIX, LoRASize, resolve_lora_sizes
 from archon.models.spec import ModelSpec
 from archon.parallel.compile import compile_enabled
@@ -142,6 +142,7 @@ class ModelBuilder:
             with torch.random.fork_rng(devices=gpus):
                 torch.manual_seed(shape.seed)
                 self._init_weights(model, initializers(self.full_model(), shape.init, lora_name), tied=False)
+        initialize_magnitudes(model, self.compute_dtype)
 
     @torch.no_grad()
     def _init_weights(self, model: BaseArchonModel | StagedModel, fills: Iterable[Fill], tied: bool) -> None:

@@ -466,5 +466,5 @@ class EngineIO:
 
 
 def _fingerprint(size: LoRASize) -> dict[str, Any]:
-    """Return the fields of a size; no dropout is left out, as in checkpoints of versions without dropout."""
-    return {name: value for name, value in asdict(size).items() if name != "dropout" or value}
+    """Return the fields of a size; dropout and dora are left out if off, as in checkpoints of earlier versions."""
+    return {name: value for name, value in asdict(size).items() if name not in ("dropout", "dora") or value}

@@ -117,12 +117,19 @@ def check_loras(
     adapter: BaseStateDictAdapter,
     sizes: Mapping[str | None, Mapping[str, LoRASize]],
 ) -> None:
-    """Raise ConfigError for dropout that training does not support, and for invalid schedules of several LoRAs.
+    """Raise ConfigError for dropout and DoRA without support, and for invalid schedules of several LoRAs.
 
-    Several LoRAs support no compiled blocks and no LoRA of a vision encoder: a vision encoder's rows are patches, and
-    patches belong to no document.
+    Several LoRAs support no compiled blocks, no DoRA and no LoRA of a vision encoder: a vision encoder's rows are
+    patches, and patches belong to no document.
     """
     _check_dropout(config, layout, adapter, sizes)
+    for matrices in sizes.values():
+        for matrix, size in matrices.items():
+            if size.dora and matrix.startswith(VISION_PREFIX):  # its parameters have one FSDP group, of one dtype
+                raise ConfigError(
+                    f"lora has DoRA of {matrix!r}, and DoRA of a vision encoder is not supported; leave it out of "
+                    "targets"
+                )
     if config.lora is None or config.lora.loras is None:
         return
     if layout.compiled:
@@ -135,6 +142,11 @@ def check_loras(
             raise ConfigError(
                 f"lora.loras.{name}.targets names modules of the vision encoder, and multi-LoRA does not support them; "
                 "leave them out, or train this LoRA alone"
+            )
+        if any(size.dora for size in matrices.values()):
+            raise ConfigError(
+                f"lora.loras.{name} has DoRA, and multi-LoRA does not support it; set dora to false, or train this "
+                "LoRA alone"
             )
     for lora in config.lora.loras.values():
         optimizer, scheduler, end = lora_optimization(lora, config, total_steps)

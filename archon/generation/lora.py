@@ -326,6 +326,11 @@ class LoRAManager:
             raise RolloutError("the generator serves a model in LoRA training; it cannot load another LoRA")
         parts = {}
         for matrix, size in weights.sizes.items():
+            if size.dora:
+                raise RolloutError(
+                    "the LoRA has DoRA magnitudes, and a generator that serves LoRAs by name does not support them; "
+                    "merge it with archon export --merge and serve the merged model"
+                )
             a, b = (weights.tensors[name] for name in lora_parameter_names(matrix))
             if matrix not in parameters:
                 raise RolloutError(f"the LoRA adapts {matrix!r}, which this model does not have")

@@ -20,7 +20,7 @@ from archon.models.layers.matmul import has_onednn
 from archon.models.layers.moe import expert_biases
 from archon.models.layers.token_scores import apply_soft_cap
 from archon.models.lora.mapping import LoRAMapping
-from archon.models.lora.model import add_lora_like, is_lora
+from archon.models.lora.model import add_lora_like, fix_norms, is_lora
 from archon.parallel.gather import full_tensors
 from archon.parallel.mixed_precision import has_mixed_precision
 from archon.parallel.torch_private import onednn_linear, onednn_pack
@@ -115,6 +115,7 @@ def build_replica(
         join_projections(replica)
     if alias or frozen:
         _pack_linears(replica)
+        fix_norms(replica)
     else:
         copy_weights(replica, weights.items() if source is None else source)
     return replica, alias
@@ -231,6 +232,7 @@ def share_weights(replica: nn.Module, model: nn.Module) -> int:
                 f" {tuple(parameter.shape)} {parameter.dtype} on {parameter.device}"
             )
         parameter.data = tensor
+    fix_norms(replica)
     return _pack_linears(replica)
 
 
@@ -267,6 +269,7 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
         missing.discard(name)
     if missing:
         raise RolloutError(f"weight update: {len(missing)} weights are missing, for example {min(missing)!r}")
+    fix_norms(replica)
     if not has_lora:
         written += _pack_linears(replica)
     held = fingerprint(parameters.items())

@@ -335,6 +335,9 @@ class LoRASpec(StrictModel):
         lt=1,
         description="probability of dropping an input feature of a LoRA in training; null: lora_dropout of path, or 0",
     )
+    dora: bool = Field(
+        False, description="DoRA (Liu et al. 2024): train the norm of each row of a matrix too; not of experts"
+    )
     seed: int = Field(0, ge=0, description="seed of the initialization and of dropout")
     export_experts: Literal["stacked", "per_expert"] = Field(
         "stacked",

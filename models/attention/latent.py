@@ -99,7 +99,7 @@ class LatentKeys:
         weight: Tensor = self.expansion.weight
         lora: Any = getattr(self.expansion, "lora", None)
         if lora is not None and lora.enabled and not isinstance(lora, nn.ModuleDict):
-            weight = weight + lora.scale * (lora.b @ lora.a)
+            weight = lora.merge(weight)
         return self._by_head(weight)
 
     def _by_head(self, weight: Tensor) -> Tensor:

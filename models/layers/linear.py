@@ -69,39 +69,57 @@ class Linear(nn.Linear):
         Under tensor parallelism a column layer returns its shard of the features. A row layer takes its shard of the
         features, and returns all features of its token shard.
         """
-        weight, bias = local(self.weight), local(self.bias)
-        if self.rows is not None:
-            weight = weight[self.rows]
-            bias = None if bias is None else bias[self.rows]
+        weight, bias = self._local_parts()
         if self.tp is not None and self.role == "row":
             out = reduce_scatter(self._product(x, weight, None, lora_mapping), self.tp)
             return out if bias is None else out + bias
         return self._product(x, weight, bias, lora_mapping)
 
+    def _local_parts(self) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's rows, or columns, of the weight, and its part of the bias."""
+        weight, bias = local(self.weight), local(self.bias)
+        if self.rows is not None:
+            weight = weight[self.rows]
+            bias = None if bias is None else bias[self.rows]
+        return weight, bias
+
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, lora_mapping: LoRAMapping | None) -> Tensor:
         if self.fp8 is not None:
             return self.apply_lora(fp8_linear(x, weight, bias, self.fp8), x, lora_mapping)
         drops = lora_mapping is not None and lora_mapping.dropout_keys is not None
-        if isinstance(self.lora, LoRALayer) and self.lora.enabled and not drops:
+        if isinstance(self.lora, LoRALayer) and self.lora.enabled and self.lora.magnitude is None and not drops:
             return lora_linear(x, weight, bias, *self.lora.parts(x.dtype, self.rows), self.lora.scale)
         return self.apply_lora(linear(x, weight, bias), x, lora_mapping)
 
     def apply_lora(self, out: Tensor, x: Tensor, lora_mapping: LoRAMapping | None) -> Tensor:
-        """Add the LoRA term for x [T, in] to the product out [T, out]. May modify `out`."""
+        """Add the LoRA term for x [T, in] to the product out [T, out]. May modify `out`.
+
+        A row layer under tensor parallelism adds its bias later; otherwise `out` has it.
+        """
         if self.lora is None or not self.lora.enabled:
             return out
         if isinstance(self.lora, LoRALayer):
-            a, b = self.lora.parts(x.dtype, self.rows)
-            dropout, scale = self.lora.dropout, self.lora.scale
+            group = self.tp if self.role == "row" else None
+            dropout, scale, dropped = self.lora.dropout, self.lora.scale, False
             keys = None if lora_mapping is None else self._local_rows(lora_mapping).dropout_keys
             if dropout is not None and keys is not None:
-                shard = self.tp.rank if self.tp is not None and self.role == "row" else 0
-                x = dropout.apply(x, keys, shard * x.shape[1])
+                shard = 0 if group is None else group.rank
+                x, dropped = dropout.apply(x, keys, shard * x.shape[1]), True
                 scale /= 1 - dropout.probability
+            if self.lora.magnitude is not None:
+                return self._apply_dora(out, x * (scale / self.lora.scale) if dropped else x, group, dropped=dropped)
+            a, b = self.lora.parts(x.dtype, self.rows)
             return torch.addmm(out, linear(x, a), b.t(), alpha=scale)
         if lora_mapping is None:
             return out
         return self.lora(out, x, self._local_rows(lora_mapping), self.rows)
+
+    def _apply_dora(self, out: Tensor, x: Tensor, group: Group | None, *, dropped: bool) -> Tensor:
+        """Return out [T, out] with DoRA of the LoRA's input x [T, in], which is the layer's unless `dropped`."""
+        assert isinstance(self.lora, LoRALayer)
+        weight, bias = self._local_parts()
+        bias = bias if group is None else None
+        return self.lora.add_dora(out, x, weight, bias, group, self.rows, dropped=dropped)
 
     def _local_rows(self, lora_mapping: LoRAMapping) -> LoRAMapping:
         return lora_mapping.local_rows if self.role == "latent" else lora_mapping

@@ -20,12 +20,14 @@ from archon.models.layers.matmul import (
     LoRAGroup,
     add_loras,
     grouped_linear,
+    linear,
     padded_group_width,
     supports_grouped_mm,
 )
+from archon.models.lora.dora import Magnitude, row_norms, scale_rows
 from archon.models.lora.dropout import LoRADropout
 from archon.models.lora.mapping import LoRAMapping
-from archon.parallel.comm import local
+from archon.parallel.comm import Group, local
 from archon.parallel.transfer import to_device_async
 
 
@@ -37,18 +39,29 @@ class LoRALayer(nn.Module):
         scale: factor on b a.
         casts_parameters: a and b may be wider than the compute dtype; `parts` rounds them.
         dropout: dropout of its input in training; None without.
+        magnitude: the norms of the rows with DoRA; None without.
+        fixed_norms: [out], `row_norms` of weights that do not change, in a generator; None to compute them.
         enabled: whether the layer adds it; see `archon.models.lora.model.disable_lora`.
     """
 
     casts_parameters: ClassVar[bool] = True
     dropout: LoRADropout | None = None
+    fixed_norms: Tensor | None = None
     enabled = True
 
     def __init__(
-        self, in_features: int, out_features: int, rank: int, scale: float, experts: int | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        scale: float,
+        experts: int | None = None,
+        *,
+        dora: bool = False,
     ) -> None:
         super().__init__()
         self.scale = scale
+        self.magnitude = Magnitude(out_features) if dora else None
         stack = () if experts is None else (experts,)
         self.a = nn.Parameter(torch.empty(*stack, rank, in_features))
         self.b = nn.Parameter(torch.empty(*stack, out_features, rank))
@@ -58,6 +71,45 @@ class LoRALayer(nn.Module):
         a = local(self.a)
         b = local(self.b)
         return a.to(dtype), (b if rows is None else b[rows]).to(dtype)
+
+    def add_dora(
+        self,
+        out: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Group | None = None,
+        rows: slice | None = None,
+        *,
+        dropped: bool = False,
+    ) -> Tensor:
+        """Return out [T, out] with DoRA added, of a layer with magnitudes.
+
+        Args:
+            out: the output of the frozen layer.
+            x: [T, in], the LoRA's input.
+            weight: [out, in], the frozen matrix.
+            bias: [out], the part of `out` that is not scaled; None without.
+            group: see `row_norms`.
+            rows: see `parts`.
+            dropped: whether dropout changed x, which is the input of `out` otherwise.
+        """
+        assert self.magnitude is not None
+        a, b = self.parts(x.dtype, rows)
+        norms = row_norms(weight, a, b, self.scale, group) if self.fixed_norms is None else self.fixed_norms
+        # Near 1 a narrow dtype has no room for the factor of a row; it has for its distance from 1.
+        excess = self.magnitude(norms, rows).to(out.dtype)
+        if dropped:
+            term = linear(linear(x, a) * self.scale, b)
+            return torch.addcmul(out + term, linear(x, weight) + term, excess)
+        product = torch.addmm(out if bias is None else out - bias, linear(x, a), b.t(), alpha=self.scale)
+        scaled = torch.addcmul(product, product, excess)
+        return scaled if bias is None else scaled.add_(bias)
+
+    def merge(self, weight: Tensor) -> Tensor:
+        """Return the matrix with this LoRA merged, in the dtype of the weight; all parts are whole."""
+        weight = weight + self.scale * (self.b @ self.a)
+        return weight if self.magnitude is None else scale_rows(weight, self.magnitude.weight)
 
     def add_to_experts(self, out: Tensor, x: Tensor, names: Sequence[str], counts: Tensor) -> Tensor:
         """Add the LoRA term of rows x [N, in], sorted by expert, to out [N, out]; `counts` int64 [E], no `names`."""

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from archon.models.layers.moe import GroupedExperts
+from archon.models.lora.dora import row_norms, scale_rows
 from archon.models.lora.dropout import LoRADropout, hash_text
 from archon.models.lora.layers import LoRALayer, MultiLoRALayer
 from archon.models.lora.targets import LoRASize
+from archon.parallel.fsdp import local_region, local_tensor
+from archon.parallel.gather import full_tensors
 from archon.schema.errors import ConfigError
 
 Fill = tuple[str, Callable[[Tensor], Any]]
@@ -51,7 +54,9 @@ def add_lora(model: nn.Module, sizes: Mapping[str, LoRASize], dtype: torch.dtype
             module.lora = module.lora or nn.ModuleDict()
             module.lora[matrix] = _with_name(dict(module.lora).get(matrix), lora, lora_name)
         else:
-            lora = LoRALayer(module.in_features, module.out_features, size.rank, size.scale).to(dtype)
+            lora = LoRALayer(module.in_features, module.out_features, size.rank, size.scale, dora=size.dora).to(dtype)
+            if lora.magnitude is not None:
+                lora.magnitude.to(torch.promote_types(dtype, torch.float32))
             if size.dropout:
                 lora.dropout = LoRADropout(size.dropout, hash_text(name))
             module.lora = _with_name(module.lora, lora, lora_name)
@@ -115,6 +120,47 @@ def initializers(
             yield f"{prefix}.b", _uniform if kind == "random" else nn.init.zeros_
 
 
+@torch.no_grad()
+def initialize_magnitudes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Set DoRA magnitudes to the norms of their rows, so that training starts at W + scale * b a. A collective.
+
+    Args:
+        model: the model, or pipeline stages, with weights and LoRAs.
+        dtype: dtype of the computation.
+
+    Raises:
+        ConfigError: a row is zero.
+    """
+    for name, module in model.named_modules():
+        lora = getattr(module, "lora", None)
+        if not isinstance(lora, LoRALayer) or lora.magnitude is None:
+            continue
+        parts = {"weight": module.weight, "a": lora.a, "b": lora.b}
+        weight, a, b = (x.to(dtype) for _, x in full_tensors(parts.items()))
+        norms, magnitude = row_norms(weight, a, b, lora.scale), lora.magnitude.weight
+        if float(norms.min()) == 0:
+            raise ConfigError(
+                f"lora.dora divides by the norms of rows, and row {int(norms.argmin())} of {name}.weight is zero; "
+                "leave this matrix out of targets, or set dora to false"
+            )
+        local_tensor(magnitude).copy_(norms[local_region(magnitude)])
+
+
+@torch.no_grad()
+def fix_norms(model: nn.Module) -> None:
+    """Compute the row norms of DoRA, for weights that do not change until the next call."""
+    for module in model.modules():
+        lora = getattr(module, "lora", None)
+        if not isinstance(lora, LoRALayer) or lora.magnitude is None:
+            continue
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        norms = row_norms(weight, *lora.parts(weight.dtype), lora.scale)
+        if lora.fixed_norms is None:
+            lora.fixed_norms = norms
+        else:
+            lora.fixed_norms.copy_(norms)  # captured CUDA graphs read this memory
+
+
 def _uniform(x: Tensor) -> Tensor:
     """Fill a weight, or a stack, as PyTorch fills a linear layer: uniform within 1 / sqrt(in)."""
     bound = 1 / math.sqrt(x.shape[-1])
@@ -135,13 +181,20 @@ def lora_parameter_names(matrix: str, lora_name: str | None = None) -> tuple[str
     return f"{prefix}.a", f"{prefix}.b"
 
 
-def single_lora_names(matrices: Iterable[str], lora_name: str | None) -> dict[str, str]:
+def magnitude_name(matrix: str) -> str:
+    """Return the name of the magnitudes of a matrix with DoRA."""
+    return f"{matrix.removesuffix('.weight')}.lora.magnitude.weight"
+
+
+def single_lora_names(sizes: Mapping[str, LoRASize], lora_name: str | None) -> dict[str, str]:
     """Map the names of a LoRA's tensors in a multi-LoRA model to their names in a single-LoRA model."""
-    return {
+    names = {
         name: single
-        for matrix in matrices
+        for matrix in sizes
         for name, single in zip(lora_parameter_names(matrix, lora_name), lora_parameter_names(matrix), strict=True)
     }
+    magnitudes = (magnitude_name(matrix) for matrix, size in sizes.items() if size.dora)  # never of several LoRAs
+    return names | {name: name for name in magnitudes}
 
 
 def merge_lora_weights(
@@ -154,15 +207,19 @@ def merge_lora_weights(
     for name, weight in weights:
         if name in sizes:
             a, b = (lora_weights[part] for part in lora_parameter_names(name))
-            weight = merged(weight, a, b, sizes[name].scale, weight.dtype)
+            magnitude = lora_weights[magnitude_name(name)] if sizes[name].dora else None
+            weight = merged(weight, a, b, sizes[name].scale, weight.dtype, magnitude)
         yield name, weight
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return weight + scale * b a in `dtype`, of a matrix or a stack.
+def merged(
+    weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, magnitude: Tensor | None = None
+) -> Tensor:
+    """Return weight + scale * b a in `dtype`, of a matrix or a stack, with rows of the norms `magnitude` if any.
 
     The sum is computed in at least float32 and rounded once.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     a, b = (x.to(weight.device, wide) for x in (a, b))
-    return (weight.to(wide) + scale * (b @ a)).to(dtype)
+    whole = weight.to(wide) + scale * (b @ a)
+    return (whole if magnitude is None else scale_rows(whole, magnitude)).to(dtype)

@@ -24,12 +24,17 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class LoRASize:
-    """LoRA rank and alpha; the scale is alpha / rank. Sizes with different `dropout` are equal."""
+    """LoRA rank and alpha; the scale is alpha / rank. Sizes with different `dropout` are equal.
+
+    Attributes:
+        dora: whether the matrix has magnitudes, see `archon.models.lora.dora`.
+    """
 
     rank: int
     alpha: float
     rslora: bool
     dropout: float = field(default=0.0, compare=False)
+    dora: bool = False
 
     @property
     def scale(self) -> float:
@@ -70,6 +75,7 @@ def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[
             int(_pattern_value("rank_pattern", ranks, spellings, config.rank)),
             float(_pattern_value("alpha_pattern", alphas, spellings, config.alpha)),
             config.rslora,
+            dora=config.dora,
         )
         for name, spellings in modules.items()
         if name in selected
@@ -79,6 +85,11 @@ def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[
             raise ConfigError(
                 f"lora: {modules[name][0][0]!r} has rank {size.rank}, more than its matrix has rows and columns, "
                 f"{adapter.native_shapes[name][-2:]}; choose a smaller rank, or set one by rank_pattern"
+            )
+        if size.dora and len(adapter.native_shapes[name]) > 2:
+            raise ConfigError(
+                f"lora.dora is true, and {modules[name][0][0]!r} is an expert; DoRA of experts is not supported, as in "
+                "PEFT: leave experts out of targets, or set dora to false"
             )
     return sizes
 
@@ -130,7 +141,7 @@ def _common_value(field: str, modules: Sequence[str], values: Sequence[Value]) -
 
 def parameter_count(shape: Sequence[int], size: LoRASize) -> int:
     """Return the LoRA parameters of a matrix, or a stack, of this shape."""
-    return math.prod(shape[:-2]) * size.rank * (shape[-2] + shape[-1])
+    return math.prod(shape[:-2]) * size.rank * (shape[-2] + shape[-1]) + size.dora * shape[-2]
 
 
 def active_parameters(adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize]) -> int:

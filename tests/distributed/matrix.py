@@ -260,7 +260,8 @@ def check_shards(engine: ArchonEngine) -> None:
         if not expert and whole_part:
             model_ways = 1
         elif not expert and (parameter.ndim < 2 or "router" in name or "score" in name):
-            model_ways = dims.tp if ".wq.bias" in name or name.endswith((".sinks", ".A_log", ".dt_bias", ".D")) else 1
+            split = (".wq.bias", ".wq.lora.magnitude.weight", ".sinks", ".A_log", ".dt_bias", ".D")
+            model_ways = dims.tp if name.endswith(split) else 1
         elif few_keys or few_groups or few:
             sizes = engine.args
             heads = sizes.delta_key_heads if few_keys else sizes.mamba_groups if few_groups else sizes.n_kv_heads

@@ -424,6 +424,10 @@ EXPERTS: tuple[Case, ...] = (
 LORA = {"lora": {"rank": 3, "alpha": 5.0, "init": "random"}}
 DROPOUT = {"lora": {**LORA["lora"], "dropout": 0.3}}
 LATENT_DROPOUT = {"lora": {**DROPOUT["lora"], "targets": ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}}
+# Magnitudes that are the norms of their rows show no row of another rank: training moves them, in three steps.
+DORA = {"lora": {**LORA["lora"], "dora": True}}
+ATTENTION_DORA = {"lora": {**DORA["lora"], "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}}
+DORA_DROPOUT = {"lora": {**DORA["lora"], "dropout": 0.3}}
 # The base has bfloat16's values, from a checkpoint in it, and the adapters have all digits.
 NARROW_BASE = {"base": "bfloat16"}
 LORA_CASES: tuple[Case, ...] = (
@@ -454,6 +458,16 @@ LORA_CASES: tuple[Case, ...] = (
     _pipeline("p2", "1f1b", "tied", **LORA, **NARROW_BASE),
     _case("d2e2", "moe", **LORA, **NARROW_BASE),
     _case("(attn:d2t2|ffn:d1t2e2)", "moe", **LORA, **NARROW_BASE),
+    _case("d2", "tied", **DORA),
+    _case("t2", "dense", "norms of rows with columns on several ranks", **DORA),
+    _case("t4", "few_kv", "magnitudes of key heads that ranks share", **DORA),
+    _case("t4", "biased", "biases that magnitudes do not scale", **DORA),
+    _case("c2t2", "tied", context_parallel="ulysses", **DORA_DROPOUT),
+    _pipeline("p2", "1f1b", "tied", activation_checkpoint=FULL, **DORA),
+    _case("r2d2", "dense", compile=True, gradient_reduction="per_microbatch", **DORA),
+    _case("d2e2", "moe", **ATTENTION_DORA),
+    _case("(attn:d2t2|ffn:d1t2e2)", "moe", **ATTENTION_DORA),
+    _case("d2", "tied", **DORA, **NARROW_BASE),
 )
 
 # Several adapters in one batch, of different ranks, scales, targets and learning rates. A data-parallel rank has no
@@ -603,6 +617,7 @@ def _fp8_cases(fp8: str) -> tuple[Case, ...]:
         _case("d2", "fp8", "blocks of two kinds", compile=True, fp8=f"{fp8}_inner"),
         _case("t2", "fp8", "the frozen base alone is in 8 bits", fp8=fp8, **LORA),
         _case("d2", "fp8", fp8=fp8, **LORA, **NARROW_BASE),
+        _case("t2", "fp8", fp8=fp8, **DORA),
         _case("d2", "fp8_moe", fp8=fp8),
         _case("t2", "fp8_moe_tied", fp8=fp8),
         _case("d2e2", "fp8_moe", "rows of several ranks", router_aux_loss_coef=0.1, fp8=fp8),

@@ -96,7 +96,7 @@ def test_doctor_trains_the_adapter(archon, checkpoint, lora):
 MISTAKES = {
     "no adapter": ("adapter_config.json", None, "it has no adapter_config.json"),
     "a rank": ("adapter_config.json", {"r": 3}, "has rank 4, but adapter_config.json says 3"),
-    "dora": ("adapter_config.json", {"use_dora": True}, "use_dora is True, which archon does not support"),
+    "dora": ("adapter_config.json", {"use_dora": True}, "is missing, and use_dora of adapter_config.json is true"),
 }
 
 

@@ -216,7 +216,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"use_dora": True}, "use_dora is True, which archon does not support; expected it to be off"),
+        ({"use_dora": True}, "key .*lora_magnitude_vector' is missing, and use_dora of adapter_config.json is true"),
+        ({"use_dora": "true"}, "use_dora is 'true'; expected true or false"),
         ({"bias": "all"}, "bias is 'all', which archon does not support"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which archon does not support"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which archon does not support"),

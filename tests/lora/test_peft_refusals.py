@@ -69,7 +69,7 @@ def rename(old: str, new: str) -> Callable[[Tensors], Any]:
 
 
 REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "dora": ({"use_dora": True}, "use_dora is True, which archon does not support; expected it to be off"),
+    "dora": ({"use_dora": True}, "key .*q_proj.lora_magnitude_vector' is missing, and use_dora of .* is true"),
     "bias": ({"bias": "lora_only"}, "bias is 'lora_only', which archon does not support"),
     "bias of adapters": ({"lora_bias": True}, "lora_bias is True, which archon does not support"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is .* which archon does not support"),
@@ -207,6 +207,11 @@ REFUSED_TENSORS: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         "stacked",
         lambda x: x.update({f"base_model.model.{QUERIES}.lora_B.bias": torch.zeros(60)}),
         r"q_proj\.lora_B\.bias' is no LoRA of this model's linear layers",
+    ),
+    "magnitudes without DoRA": (
+        "stacked",
+        lambda x: x.update({f"base_model.model.{QUERIES}.lora_magnitude_vector": torch.ones(60)}),
+        r"q_proj\.lora_magnitude_vector' is no LoRA .*: use_dora of adapter_config.json is not true",
     ),
     "a vector": (
         "stacked",

@@ -42,6 +42,7 @@ _READ_FIELDS = {
     "layers_to_transform",
     "init_lora_weights",
     "lora_dropout",
+    "use_dora",
 }
 # Fields without effect on a trained LoRA.
 _IGNORED_FIELDS = {
@@ -81,6 +82,7 @@ class PeftConfig:
         layers: layers with a LoRA; None for all.
         dropout: dropout of the LoRA's inputs in training by PEFT.
         all_linear: whether `target_modules` is all-linear: every linear layer but the head, in any layer.
+        dora: whether linear layers have DoRA magnitudes.
     """
 
     path: Path
@@ -97,6 +99,7 @@ class PeftConfig:
     layers: frozenset[int] | None
     dropout: float
     all_linear: bool = False
+    dora: bool = False
 
     def is_parameter(self, name: str) -> bool:
         """Return whether `target_parameters` names this parameter."""
@@ -109,7 +112,8 @@ class PeftConfig:
             key = f"{key}.weight"
         elif tensor.experts is None and (problem := self._exclusion_reason(key)):
             fail(self.path, f"the weights file has a LoRA of {key!r}, but {problem}")
-        return LoRASize(int(self.ranks.first(key, self.rank)), float(self.alphas.first(key, self.alpha)), self.rslora)
+        rank, alpha = int(self.ranks.first(key, self.rank)), float(self.alphas.first(key, self.alpha))
+        return LoRASize(rank, alpha, self.rslora, dora=self.dora)
 
     def names(self, module: str) -> bool:
         """Return whether `target_modules` names this module and nothing excludes it, so that it must have a LoRA."""
@@ -148,9 +152,7 @@ def read_config(path: Path) -> PeftConfig:
         is_known = field in _READ_FIELDS | _IGNORED_FIELDS or field.startswith("unsloth_")
         if not is_known and value not in _OFF:
             fail(path, f"{field} is {value!r}, which archon does not support; expected it to be off")
-    rslora = config.get("use_rslora")
-    if rslora not in (True, False, None):
-        fail(path, f"use_rslora is {rslora!r}; expected true or false")
+    rslora, dora = (_flag(path, config, field) for field in ("use_rslora", "use_dora"))
     targets, base = config.get("target_modules"), _path(path, config, "base_model_name_or_path")
     all_linear = isinstance(targets, str) and targets.lower() == "all-linear"  # as PEFT compares
     return PeftConfig(
@@ -159,7 +161,7 @@ def read_config(path: Path) -> PeftConfig:
         version=_version(path, config.get("peft_version")),
         rank=_rank(path, "r", config.get("r", 8)),
         alpha=_alpha(path, "lora_alpha", config.get("lora_alpha", 8)),
-        rslora=bool(rslora),
+        rslora=rslora,
         ranks=_patterns(path, config, "rank_pattern"),
         alphas=_patterns(path, config, "alpha_pattern"),
         modules=None if targets is None or all_linear else _names(path, config, "target_modules"),
@@ -168,6 +170,7 @@ def read_config(path: Path) -> PeftConfig:
         layers=_layers(path, config.get("layers_to_transform")),
         dropout=_dropout(path, config.get("lora_dropout") or 0.0),
         all_linear=all_linear,
+        dora=dora,
     )
 
 
@@ -179,6 +182,13 @@ def _path(path: Path, config: Mapping[str, Any], field: str) -> str | None:
     if not isinstance(value, str) or len(value) > MAX_PATH or not value.isprintable():
         fail(path, f"{field} is {value!r:.200}; expected null or a text of at most {MAX_PATH} printable characters")
     return value
+
+
+def _flag(path: Path, config: Mapping[str, Any], field: str) -> bool:
+    value = config.get(field)
+    if value not in (True, False, None):
+        fail(path, f"{field} is {value!r}; expected true or false")
+    return bool(value)
 
 
 def _with_revision(base: str, revision: str | None) -> str:
@@ -277,6 +287,7 @@ def config_fields(
         "r": rank,
         "lora_alpha": _integer(alpha),
         "use_rslora": next(iter(sizes.values())).rslora,
+        "use_dora": next(iter(sizes.values())).dora,
         "target_modules": sorted(modules),
         "target_parameters": sorted(parameters) or None,
         "rank_pattern": {name: size.rank for name, size in sizes.items() if size.rank != rank},
@@ -295,7 +306,8 @@ def fused_size(sizes: list[LoRASize], rank: int) -> LoRASize | None:
     if any(not math.isclose(size.scale, first.scale, rel_tol=1e-12) for size in sizes):
         return None
     factor = rank / first.rank
-    return LoRASize(rank, first.alpha * (math.sqrt(factor) if first.rslora else factor), first.rslora)
+    alpha = first.alpha * (math.sqrt(factor) if first.rslora else factor)
+    return LoRASize(rank, alpha, first.rslora, dora=first.dora)
 
 
 def _integer(alpha: float) -> float:

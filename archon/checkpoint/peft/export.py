@@ -21,7 +21,7 @@ from archon.checkpoint.peft.writer import ExpertFiles, save_lora
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
 from archon.checkpoint.tokenizer import saved_tokenizer
 from archon.models.hf.state_dict import BaseStateDictAdapter
-from archon.models.lora.model import lora_parameter_names, merged, single_lora_names
+from archon.models.lora.model import lora_parameter_names, magnitude_name, merged, single_lora_names
 from archon.models.lora.targets import LoRASize
 from archon.schema.config import require_separate
 from archon.schema.errors import CheckpointError, ConfigError
@@ -151,6 +151,9 @@ def _merged(name: str, weight: LazyTensor, lora: LoRAWeights, dtype: torch.dtype
             return weight.read(region).to(dtype)
         a, b = (lora.tensors[part] for part in lora_parameter_names(name))
         *experts, rows, columns = region
+        if lora.sizes[name].dora:  # the norms are of whole rows
+            magnitude, whole = lora.tensors[magnitude_name(name)][rows], weight.read((rows, slice(0, weight.shape[1])))
+            return merged(whole, a, b[rows], lora.sizes[name].scale, dtype, magnitude)[:, columns]
         a, b = a[(*experts, slice(None), columns)], b[(*experts, rows)]
         return merged(weight.read(region), a, b, lora.sizes[name].scale, dtype)
 

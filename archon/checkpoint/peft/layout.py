@@ -97,6 +97,17 @@ class PeftTensor:
             pairs.append(part if columns.stop > columns.start else None)
         return pairs
 
+    def fuse_magnitudes(self, parts: Sequence[Tensor]) -> Tensor:
+        """Fuse the DoRA magnitudes of the rows of all parts: [out]."""
+        rows = parts[0].new_zeros(self.out_features, 1)
+        for target, part in zip(self.parts, parts, strict=True):
+            _insert(target, part.unsqueeze(1), rows)
+        return rows.squeeze(1)
+
+    def split_magnitudes(self, magnitudes: Tensor) -> list[Tensor]:
+        """Split the magnitudes [out] of a tensor into those of its parts; the reverse of `fuse_magnitudes`."""
+        return [_extract(target, magnitudes.unsqueeze(1)).squeeze(1) for target in self.parts]
+
     def to_file(self, pair: Pair) -> Pair:
         """Convert A and B to the file layout of the newest PEFT versions."""
         a, b = pair
@@ -173,6 +184,11 @@ def key_pairs(tensors: Iterable[PeftTensor]) -> dict[str, tuple[str, str]]:
             prefix = PREFIX + module + ".base_layer" * inner
             keys[name] = f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
     return keys
+
+
+def magnitude_key(tensor: PeftTensor) -> str:
+    """Return the key of the DoRA magnitudes of a linear layer."""
+    return f"{PREFIX}{tensor.name}.lora_magnitude_vector"
 
 
 def is_reversed(version: tuple[int, ...], *, transposed: bool) -> bool:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from archon.checkpoint.peft.layout import (
     PeftTensor,
     is_reversed,
     key_pairs,
+    magnitude_key,
     peft_tensors,
 )
 from archon.checkpoint.safetensors_file import SafetensorsFile, fail
 from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.models.hf.state_dict import BaseStateDictAdapter
-from archon.models.lora.model import lora_parameter_names, single_lora_names
+from archon.models.lora.model import lora_parameter_names, magnitude_name, single_lora_names
 from archon.models.lora.targets import VISION_PREFIX, LoRASize, lora_matrices
 from archon.parallel.fsdp import local_region, local_tensor
 from archon.schema.name_patterns import name_suffixes
@@ -116,7 +117,11 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
     stacks = [tensor for tensor in known if tensor.experts is not None and config.is_parameter(tensor.name)]
     keys = key_pairs([*modules, *stacks])
     expected = {key for pair in keys.values() for key in pair}
+    magnitudes = {magnitude_key(tensor): tensor for tensor in modules if config.dora}
     for key, entry in file.entries.items():
+        if key in magnitudes:
+            _check_magnitudes(file, key, magnitudes[key], keys[magnitudes[key].name])
+            continue
         if key not in expected:
             fail(
                 file.path,
@@ -141,6 +146,12 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
                 f"it has no LoRA of {tensor.name!r}, which target_modules of {CONFIG_FILE} names; is the file "
                 "incomplete, or the LoRA of another model?",
             )
+        if not missing and config.dora and tensor.experts is not None:
+            fail(
+                file.path, f"use_dora of {CONFIG_FILE} is true, and {tensor.name!r} stacks experts, which have no DoRA"
+            )
+        if not missing and config.dora and magnitude_key(tensor) not in file.entries:
+            fail(file.path, f"key {magnitude_key(tensor)!r} is missing, and use_dora of {CONFIG_FILE} is true")
         if not missing:
             stored.append(_stored_tensor(config, file, tensor, keys[tensor.name], parts.get(tensor.name)))
     return stored
@@ -161,8 +172,22 @@ def _require_parameters(config: PeftConfig, tensors: Iterable[PeftTensor]) -> No
         )
 
 
+def _check_magnitudes(file: SafetensorsFile, key: str, tensor: PeftTensor, keys: tuple[str, str]) -> None:
+    """Fail if the DoRA magnitudes of a linear layer have another shape or dtype, or no LoRA."""
+    entry = file.entries[key]
+    if not entry.dtype.is_floating_point or entry.shape != (tensor.out_features,):
+        fail(
+            file.path,
+            f"key {key!r} is {entry.dtype} {entry.shape}; expected {(tensor.out_features,)} floating-point numbers",
+        )
+    if keys[0] not in file.entries:
+        fail(file.path, f"key {keys[0]!r} is missing, and {key!r} is there")
+
+
 def _stack_hint(key: str, known: Iterable[PeftTensor], config: PeftConfig) -> str:
     """Return a hint for the error about an unknown key."""
+    if key.endswith(".lora_magnitude_vector") and not config.dora:
+        return f": use_dora of {CONFIG_FILE} is not true"
     stacks = [tensor for tensor in known if tensor.experts is not None and key.startswith(f"{PREFIX}{tensor.module}.")]
     if stacks and not any(config.is_parameter(stack.name) for stack in stacks):
         return f": target_parameters of {CONFIG_FILE} lacks all of {', '.join(stack.name for stack in stacks)}"
@@ -210,7 +235,9 @@ def _sizes_of_parts(path: Any, tensor: PeftTensor, fused: LoRASize, parts: Any) 
     if isinstance(parts, list) and all(part is None or _is_size(part) for part in parts):
         sizes = tuple(None if part is None else LoRASize(part[0], float(part[1]), fused.rslora) for part in parts)
     present = [size for size in sizes if size is not None]
+    sizes = tuple(None if size is None else replace(size, dora=fused.dora) for size in sizes)
     fits = len(sizes) == len(tensor.parts) and sum(size.rank for size in present) == fused.rank
+    fits = fits and not (fused.dora and len(present) < len(sizes))  # the magnitudes are of all parts
     if not fits or not all(math.isclose(size.scale, fused.scale, rel_tol=1e-9) for size in present):
         fail(
             path,
@@ -273,9 +300,10 @@ def read_lora_tensors(
         CheckpointError: a value is not finite.
     """
     with _open(path) as (config, file):
-        pairs = _read_pairs(file, _stored(config, file, adapter))
+        stored = _stored(config, file, adapter)
+        pairs, magnitudes = _read_pairs(file, stored), _read_magnitudes(file, stored)
     by_matrix = {name: dict(zip(lora_parameter_names(name), pairs[name], strict=True)) for name in sizes}
-    return {name: tensor for pair in by_matrix.values() for name, tensor in pair.items()}
+    return {name: tensor for pair in by_matrix.values() for name, tensor in pair.items()} | magnitudes
 
 
 @torch.no_grad()
@@ -315,6 +343,16 @@ def _read_pairs(file: SafetensorsFile, stored: Sequence[_Stored]) -> dict[str, P
         ordered = [by_row[row] for row in sorted(by_row)]
         pairs[name] = (torch.stack([a for a, _ in ordered]), torch.stack([b for _, b in ordered]))
     return pairs
+
+
+def _read_magnitudes(file: SafetensorsFile, stored: Sequence[_Stored]) -> dict[str, Tensor]:
+    """Return the DoRA magnitudes of an open file by parameter name."""
+    magnitudes: dict[str, Tensor] = {}
+    for item in stored:
+        if any(size is not None and size.dora for size in item.sizes):
+            parts = item.tensor.split_magnitudes(_read(file, magnitude_key(item.tensor)))
+            magnitudes |= {magnitude_name(t.name): part for t, part in zip(item.tensor.parts, parts, strict=True)}
+    return magnitudes
 
 
 def _read(file: SafetensorsFile, key: str) -> Tensor:

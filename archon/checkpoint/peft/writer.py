@@ -15,11 +15,11 @@ from archon.checkpoint.atomic import replaced_export, write_json
 from archon.checkpoint.hf_export import ASSETS, copy_assets
 from archon.checkpoint.hub import CONFIG_FILES, model_folder
 from archon.checkpoint.peft.config import CONFIG_FILE, config_fields, fused_size
-from archon.checkpoint.peft.layout import Pair, PeftTensor, key_pairs, peft_tensors
+from archon.checkpoint.peft.layout import Pair, PeftTensor, key_pairs, magnitude_key, peft_tensors
 from archon.checkpoint.peft.reader import PARTS, WEIGHTS_FILE
 from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
 from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
-from archon.models.lora.model import lora_parameter_names
+from archon.models.lora.model import lora_parameter_names, magnitude_name
 from archon.models.lora.targets import LoRASize, lora_matrices
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError, ConfigError
@@ -48,6 +48,11 @@ class _Plan:
     def is_parameter(self) -> bool:
         """Whether the target is listed in `target_parameters` instead of `target_modules`."""
         return self.tensor.experts is not None or self.target != self.tensor.name
+
+    @property
+    def has_dora(self) -> bool:
+        """Whether the LoRA has magnitudes."""
+        return any(size is not None and size.dora for size in self.sizes)
 
     def pairs(self, tensors: Mapping[str, Tensor]) -> list[Pair | None]:
         """Return the LoRAs of the parts from full tensors by native name."""
@@ -90,6 +95,11 @@ def _plans(adapter: BaseStateDictAdapter, sizes: Mapping[str, LoRASize], experts
                     f"lora: scales differ ({', '.join(scales)}), but PEFT has one LoRA for the fused {tensor.name!r}; "
                     "use alpha_pattern to make alpha / rank (with rslora, alpha / sqrt(rank)) equal"
                     + ("" if tensor.experts is None else ", or set lora.export_experts to per_expert")
+                )
+            if plan.has_dora and None in plan.sizes:
+                raise ConfigError(
+                    f"lora.dora is true, and PEFT has one LoRA for the fused {tensor.name!r}, which has magnitudes for "
+                    f"{', '.join(part.name for part in plan.tensor.parts)}; name all of them in targets"
                 )
         if experts == "per_expert" and tensor.experts is not None:
             raise ConfigError(
@@ -151,7 +161,11 @@ def _write(
     for plan in plans:
         name = plan.tensor.name
         pair, shared = plan.tensor.fuse(plan.pairs(tensors))
-        for key, tensor in zip(keys[name], plan.tensor.to_file(pair), strict=True):
+        written = dict(zip(keys[name], plan.tensor.to_file(pair), strict=True))
+        if plan.has_dora:
+            magnitudes = [tensors[magnitude_name(part.name)] for part in plan.tensor.parts]
+            written[magnitude_key(plan.tensor)] = plan.tensor.fuse_magnitudes(magnitudes)
+        for key, tensor in written.items():
             if not tensor.isfinite().all():
                 raise CheckpointError(f"{target}: {key!r} has values that are not finite")
             by_key[key] = tensor

@@ -104,7 +104,7 @@ class MicroBatchShard:
 
 @dataclass(frozen=True)
 class LoRAMatrix:
-    """Matrix with a LoRA: name in the layer (such as attention.wq), role, features, LoRA rank and dropout."""
+    """Matrix with a LoRA: name in the layer (such as attention.wq), role, features, LoRA rank, dropout and DoRA."""
 
     name: str
     role: str
@@ -112,6 +112,7 @@ class LoRAMatrix:
     out_features: int
     rank: int
     has_dropout: bool = False
+    has_dora: bool = False
 
     def active_parameters(self, network: FeedForwardSpec) -> int:
         """Return the LoRA parameters that a token uses in a layer with this feed-forward network."""
@@ -207,7 +208,7 @@ def _traced_activations(dim: int, layer: LayerSpec, shard: MicroBatchShard, unkn
 
 
 def lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatchShard) -> list[SavedTensor]:
-    """Return the tensors of a LoRA: x a, which it saves, and x a b."""
+    """Return the tensors of a LoRA: x a, which it saves, and x a b; with DoRA x W + x a b, which it saves."""
     layout, split = shard.layout, matrix.role == "column"
     if matrix.role == "experts":
         rows = shard.rows * layout.etp * network.top_k
@@ -218,11 +219,14 @@ def lora_tensors(matrix: LoRAMatrix, network: FeedForwardSpec, shard: MicroBatch
     in_features = matrix.in_features // (layout.tp if matrix.role == "row" else 1)
     dropped = rows * in_features * (shard.bytes + 1)  # and its mask
     dropout = [SavedTensor(f"{matrix.name}: dropout [rows, in]", dropped)] if matrix.has_dropout else []
-    return [
-        *dropout,
-        SavedTensor(f"{matrix.name}: x a [rows, r]", rows * matrix.rank * shard.bytes, is_op=True),
-        SavedTensor(f"{matrix.name}: x a b [rows, out]", rows * out_features * shard.bytes, saved=False, is_op=True),
-    ]
+    low = SavedTensor(f"{matrix.name}: x a [rows, r]", rows * matrix.rank * shard.bytes, is_op=True)
+    product = SavedTensor(
+        f"{matrix.name}: x a b [rows, out]", rows * out_features * shard.bytes, saved=False, is_op=True
+    )
+    if not matrix.has_dora:
+        return [*dropout, low, product]
+    scaled = SavedTensor(f"{matrix.name}: x W + x a b [rows, out]", product.bytes, is_op=not matrix.has_dropout)
+    return [*dropout, low, scaled, *([product, product] if matrix.has_dropout else [])]
 
 
 @singledispatch

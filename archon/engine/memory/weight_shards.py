@@ -13,6 +13,7 @@ from torch import nn
 from archon.engine.memory.activations import LoRAMatrices, LoRAMatrix
 from archon.engine.muon import is_matrix, orthogonalize_flops
 from archon.models.args.base import BaseModelArgs
+from archon.models.lora.dora import Magnitude
 from archon.models.lora.layers import LoRALayer
 from archon.models.lora.model import add_lora
 from archon.models.lora.targets import LoRASize
@@ -163,7 +164,7 @@ class ModelWeights:
 
 def _weights(module: nn.Module) -> Iterator[ParameterShape]:
     for part in module.modules():
-        if isinstance(part, LoRALayer):
+        if isinstance(part, LoRALayer | Magnitude):
             continue  # yielded with its matrix
         heads, roles = getattr(part, "heads", None), getattr(part, "parameter_roles", {})
         for name, parameter in part.named_parameters(recurse=False):
@@ -189,4 +190,5 @@ def _lora_matrices(block: nn.Module) -> Iterator[LoRAMatrix]:
         for matrix, lora in _lora_layers(module):
             full = f"{name}.{matrix}" if matrix else name
             rank, in_features = lora.a.shape[-2:]
-            yield LoRAMatrix(full, str(module.role), in_features, lora.b.shape[-2], rank, lora.dropout is not None)
+            options = lora.dropout is not None, lora.magnitude is not None
+            yield LoRAMatrix(full, str(module.role), in_features, lora.b.shape[-2], rank, *options)

@@ -90,7 +90,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "parallel/fsdp.py",
         'if getattr(module, "full_precision", False)):\n        # A separate FSDP',
         "if False):\n        # A separate FSDP",
-        ("tests/distributed/test_full_precision.py::test_decays_stay_float32_under_mixed_precision[d2]",),
+        (
+            "tests/distributed/test_full_precision.py::test_decays_and_magnitudes_stay_float32_under_mixed_precision[d2-delta]",
+        ),
     ),
     Mutant(
         "a narrower generator rounds decays",

@@ -106,8 +106,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a generator that shares weights goes on multiplying by the packed old ones",
         "archon/generation/replica.py",
-        "        parameter.data = tensor\n    return _pack_linears(replica)\n",
-        "        parameter.data = tensor\n    return 0\n",
+        "    fix_norms(replica)\n    return _pack_linears(replica)\n",
+        "    fix_norms(replica)\n    return 0\n",
         ("tests/generation/test_replica.py", "tests/generation/test_engine.py"),
     ),
     Mutant(

@@ -13,6 +13,7 @@ READ = f"{LAYOUTS}::test_archon_computes_with_pefts_adapters_what_peft_does"
 OLDER = f"{LAYOUTS}::test_files_of_older_versions_of_peft"
 REFUSALS = "tests/lora/test_peft_refusals.py"
 DROPOUT = "tests/lora/test_dropout.py"
+DORA = "tests/lora/test_dora.py"
 TRAINING = "tests/lora/test_training.py"
 UNSUMMED = "(lambda p: p.to_local() if hasattr(p, 'to_local') else p)"
 
@@ -86,7 +87,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "absorbed matrices lack the adapter",
         "models/attention/latent.py",
-        "weight + lora.scale * (lora.b @ lora.a)",
+        "lora.merge(weight)",
         "weight",
         ("tests/lora/test_generation.py::test_the_generator_computes_the_trainers_policy[deepseek_v3]",),
     ),
@@ -240,8 +241,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "merged weights are rounded before they are widened",
         "models/lora/model.py",
-        "(weight.to(wide) + scale * (b @ a)).to(dtype)",
-        "(weight.to(wide) + scale * (b @ a)).to(weight.dtype).to(dtype)",
+        "scale_rows(whole, magnitude)).to(dtype)",
+        "scale_rows(whole, magnitude)).to(weight.dtype).to(dtype)",
         ("tests/lora/test_export.py::test_a_bfloat16_base_keeps_its_dtype_or_is_merged_in_a_wider_one",),
     ),
     Mutant(
@@ -359,8 +360,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "use_rslora is not read",
         "archon/checkpoint/peft/config.py",
-        "rslora=bool(rslora)",
-        "rslora=False",
+        "rslora=rslora,",
+        "rslora=False,",
         ("tests/lora/test_peft.py::test_archon_computes_with_pefts_adapter_what_peft_does[llama]",),
     ),
     Mutant(
@@ -450,8 +451,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a rank drops the features of the first rank",
         "models/layers/linear.py",
-        "shard = self.tp.rank if",
-        "shard = 0 if",
+        "shard = 0 if group is None else group.rank",
+        "shard = 0",
         (f"{FURTHER_MATRIX}[dense-t2-float64-{OPTIONS[:-1]}, 'dropout': 0.3}}]",),
     ),
     Mutant(
@@ -481,5 +482,64 @@ MUTANTS: tuple[Mutant, ...] = (
         "return (self.all_linear or self.modules is not None)",
         "return self.modules is not None",
         (f"{REFUSALS}::test_all_linear_of_a_folder_is_every_linear_layer_as_in_peft",),
+    ),
+    Mutant(
+        "DoRA's norms have a gradient",
+        "models/lora/dora.py",
+        "@torch.no_grad()\ndef row_norms",
+        "def row_norms",
+        (f"{DORA}::test_the_norm_is_of_the_sum_and_has_no_gradient",),
+    ),
+    Mutant(
+        "DoRA's norms are of the columns of one rank",
+        "models/lora/dora.py",
+        "squares if group is None else all_reduce(squares, group)",
+        "squares",
+        (f"{FURTHER_MATRIX}[dense-t2-float64-{OPTIONS[:-1]}, 'dora': True}}]",),
+    ),
+    Mutant(
+        "ranks that share a key head scale the rows of the first one",
+        "models/lora/dora.py",
+        "magnitude if rows is None else magnitude[rows]",
+        "magnitude if rows is None else magnitude[: rows.stop - rows.start]",
+        (f"{FURTHER_MATRIX}[few_kv-t4-float64-{OPTIONS[:-1]}, 'dora': True}}]",),
+    ),
+    Mutant(
+        "magnitudes are rounded to the compute dtype",
+        "models/lora/dora.py",
+        "full_precision: ClassVar[bool] = True",
+        "full_precision: ClassVar[bool] = False",
+        (
+            "tests/distributed/test_full_precision.py::test_decays_and_magnitudes_stay_float32_under_mixed_precision[d2-dense]",
+        ),
+    ),
+    Mutant(
+        "magnitudes scale biases",
+        "models/layers/linear.py",
+        "bias = bias if group is None else None",
+        "bias = None",
+        (f"{DORA}::test_peft_computes_with_archons_dora_what_archon_does[qwen2]",),
+    ),
+    Mutant(
+        "a push keeps the norms of the weights before it",
+        "archon/generation/replica.py",
+        "    fix_norms(replica)\n    if not has_lora:",
+        "    if not has_lora:",
+        (f"{DORA}::test_the_generator_computes_the_trainers_policy_after_every_push[llama]",),
+    ),
+    Mutant(
+        "a part of a row is merged with the norm of that part",
+        "archon/checkpoint/peft/export.py",
+        "magnitude, whole = lora.tensors[magnitude_name(name)][rows], weight.read((rows, slice(0, weight.shape[1])))",
+        "return merged(weight.read(region), a[:, columns], b[rows], lora.sizes[name].scale, dtype, "
+        "lora.tensors[magnitude_name(name)][rows])",
+        (f"{DORA}::test_ranks_with_some_columns_of_a_matrix_get_it_merged",),
+    ),
+    Mutant(
+        "magnitudes of a fused matrix are read in the order of the file",
+        "archon/checkpoint/peft/layout.py",
+        "return [_extract(target, magnitudes.unsqueeze(1)).squeeze(1) for target in self.parts]",
+        "return [*magnitudes.split([len(_extract(t, magnitudes.unsqueeze(1))) for t in self.parts][::-1])][::-1]",
+        (f"{DORA}::test_archon_continues_from_pefts_dora[phi3]",),
     ),
 )

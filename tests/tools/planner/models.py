@@ -95,6 +95,7 @@ OFFLOAD = {"activation_checkpoint": {"mode": "offload"}}
 OPS = {"activation_checkpoint": {"mode": "selective", "selective": "op"}}
 SECOND = {"activation_checkpoint": {"mode": "selective", "selective": 2}}
 LORA = {"lora": {"rank": 16}}
+DORA = {"lora": {"rank": 16, "dora": True}}
 MUON: dict[str, Any] = {"optimizer": {"kind": "muon"}}
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
 
