@@ -23,6 +23,7 @@ from archon.checkpoint.atomic import publish, staged_folder, sync_tree, write_er
 from archon.checkpoint.formats.dcp.folder import is_dcp_folder, open_dcp, write_dcp
 from archon.checkpoint.formats.dcp.metadata import METADATA_FILE
 from archon.checkpoint.formats.dcp.names import Names, match_names, named_tensors, target_scheme, write_marker
+from archon.checkpoint.formats.gguf import GGUFType, write_gguf
 from archon.checkpoint.formats.megatron.rank_files import is_megatron_folder, open_ranks, write_ranks
 from archon.checkpoint.formats.megatron.sharding import MegatronLayout, RankTensors, padded_vocabulary
 from archon.checkpoint.hf_export import copy_assets, require_zero_biases, save_hf
@@ -43,6 +44,7 @@ from archon.schema.errors import CheckpointError, ConfigError
 
 Format = Literal["hf", "native", "dcp", "megatron"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+Target = Format | Literal["gguf"]
 VOCAB_MULTIPLE = 128
 """Megatron-LM's default of make_vocab_size_divisible_by."""
 
@@ -69,7 +71,7 @@ class OpenWeights:
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    to: Format,
+    to: Target,
     *,
     origin: Format | None = None,
     like: str | os.PathLike[str] | None = None,
@@ -80,6 +82,7 @@ def convert(
     names: Names | None = None,
     lora: str | os.PathLike[str] | None = None,
     lora_name: str | None = None,
+    gguf_type: GGUFType = "f16",
 ) -> OpenWeights:
     """Write the weights of `source` to the new directory `target`, atomically.
 
@@ -98,6 +101,7 @@ def convert(
         lora: LoRA to merge, one tensor in memory at a time, computed in float32: a PEFT folder, or the checkpoint of a
             run that trained LoRAs on the Hugging Face checkpoint `source`.
         lora_name: name of the LoRA in a multi-LoRA run.
+        gguf_type: for `gguf`: the type of matrices.
 
     Returns:
         The converted weights; their tensors can no longer be read.
@@ -127,6 +131,13 @@ def convert(
             save_hf(destination, tensors, weights.hf_config, like=weights.assets, **options)
         elif to == "native":
             _write_folder(destination, lambda staged: _write_native(staged, weights))
+        elif to == "gguf":
+            tokenizer, model_type = saved_tokenizer(lora) or weights.tokenizer, weights.hf_config["model_type"]
+            source_of = tokenizer or weights.assets
+            _write_folder(
+                destination,
+                lambda staged: write_gguf(staged, weights.tensors, weights.adapter, model_type, source_of, gguf_type),
+            )
         elif to == "dcp":
             _write_dcp(destination, weights, names or "native")
         else:

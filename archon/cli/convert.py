@@ -1,4 +1,4 @@
-"""`archon convert SRC DST --to hf|native|dcp|megatron`: copy weights bit for bit between formats."""
+"""`archon convert SRC DST --to hf|native|dcp|megatron|gguf`: copy weights between formats, bit for bit but for GGUF."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ SETTINGS: dict[str, Any] = {
     "name": "convert",
     "help": "Convert weights between Hugging Face, archon, PyTorch and megatron-core.\n\n"
     "hf: Hugging Face checkpoint; native: archon training checkpoint; dcp: torch.distributed.checkpoint folder; "
-    "megatron: one folder per rank for megatron-core's GPTModel.",
+    "megatron: one folder per rank for megatron-core's GPTModel; gguf: one file for llama.cpp, only written.",
 }
 
 Format = Literal["hf", "native", "dcp", "megatron"]
+Target = Literal["hf", "native", "dcp", "megatron", "gguf"]
 
 
 def command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="checkpoint folder")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="new folder")],
-    to: Annotated[Format, typer.Option("--to", help="format to write")],
+    to: Annotated[Target, typer.Option("--to", help="format to write")],
     origin: Annotated[Format | None, typer.Option("--from", help="format of SRC; default: detected")] = None,
     like: Annotated[
         Path | None,
@@ -53,6 +54,9 @@ def command(
         Path | None,
         typer.Option(metavar="FOLDER", help="PEFT folder or hub id of a LoRA to merge into the written weights"),
     ] = None,
+    gguf_type: Annotated[
+        Literal["f16", "q8_0", "f32"] | None, typer.Option("--gguf-type", help="gguf: type of matrices [f16]")
+    ] = None,
     drop_padding: Annotated[
         bool, typer.Option("--drop-padding", help="from megatron: drop nonzero vocabulary padding")
     ] = False,
@@ -71,6 +75,7 @@ def command(
     required_formats = (
         (to, "to", "megatron", megatron),
         (to, "to", "hf", {"dtype": dtype}),
+        (to, "to", "gguf", {"gguf-type": gguf_type}),
         (kind, "from", "megatron", {"drop-padding": drop_padding or None}),
     )
     for actual, option, required, values in required_formats:
@@ -91,8 +96,9 @@ def command(
         drop_padding=drop_padding,
         names=names,
         lora=lora,
+        gguf_type=gguf_type or "f16",
     )
-    files = [file for pattern in ("*.safetensors", "*.distcp") for file in target.rglob(pattern)]
+    files = [file for pattern in ("*.safetensors", "*.distcp", "*.gguf") for file in target.rglob(pattern)]
     size = sum(file.stat().st_size for file in files)
     print(
         f"{weights.hf_config['model_type']}, {len(weights.tensors):,} tensors: {kind} {source} -> {to} {target}, "

@@ -37,6 +37,7 @@ def test_an_export_in_another_dtype(archon, checkpoint, tmp_path):
         ("--to hf --tp 2", "--tp requires --to megatron; got hf"),
         ("--to native --spec te", "--spec requires --to megatron; got native"),
         ("--to native --dtype bfloat16", "--dtype requires --to hf; got native"),
+        ("--to native --gguf-type f16", "--gguf-type requires --to gguf; got native"),
         ("--to native --drop-padding", "--drop-padding requires --from megatron; got hf"),
         ("--to native --like elsewhere", "like (--like) is set for a hf checkpoint"),
         ("--to native --from native", "holds no step-* folder"),
@@ -49,7 +50,9 @@ def test_options_that_cannot_be(archon, checkpoint, tmp_path, options, reason):
 
 
 def test_a_format_that_nobody_knows(archon, checkpoint, tmp_path):
-    done = archon("convert", checkpoint, tmp_path / "out", "--to", "gguf")
+    done = archon("convert", checkpoint, tmp_path / "out", "--to", "ggml")
+    assert done.code == 2 and "'ggml' is not one of" in done.err
+    done = archon("convert", checkpoint, tmp_path / "out", "--to", "hf", "--from", "gguf")
     assert done.code == 2 and "'gguf' is not one of" in done.err
 
 

@@ -226,4 +226,32 @@ MUTANTS: tuple[Mutant, ...] = (
         "    pass",
         (f"{_SANDBOX}::test_a_template_cannot_render_a_template",),
     ),
+    Mutant(
+        "rows of queries and keys in GGUF have the order of Hugging Face",
+        "archon/checkpoint/formats/gguf.py",
+        "if family.permuted and",
+        "if not family.permuted and",
+        ("tests/checkpoint/test_gguf.py::test_transformers_reads_the_same_model[llama-f32]",),
+    ),
+    Mutant(
+        "keys in GGUF have as many heads as queries",
+        "archon/checkpoint/formats/gguf.py",
+        'args.n_heads if "q_proj" in key else args.n_kv_heads',
+        "args.n_heads",
+        ("tests/checkpoint/test_gguf.py::test_transformers_reads_the_same_model[llama-f32]",),
+    ),
+    Mutant(
+        "GGUF is written without fields of the model that it lacks",
+        "archon/checkpoint/formats/gguf.py",
+        "if name not in _NOT_STORED and",
+        "if name in () and",
+        ("tests/checkpoint/test_gguf.py::test_a_model_that_gguf_would_change_is_refused",),
+    ),
+    Mutant(
+        "float16 in GGUF overflows",
+        "archon/checkpoint/formats/gguf.py",
+        'if not (rounded if kind == "f16" else values).isfinite().all():',
+        "if not values.isfinite().all():",
+        ("tests/checkpoint/test_gguf.py::test_what_cannot_be_written_is_refused",),
+    ),
 )
