@@ -177,7 +177,7 @@ class AsyncRollout:
             self._running.remove(item)
             self._ended.set()
         episode = item.episode
-        rule = self._rollout.rule
+        rule = self._rollout.rule_of(item.prompt)
         item.trainable = episode.is_trainable(rule)
         unwanted = episode.filtered or (rule.zero_variance == "resample" and not item.trainable)
         replaced = not episode.trajectories or unwanted

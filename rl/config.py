@@ -136,6 +136,13 @@ class ExperiencesConfig(StrictModel):
     latest_only: bool = Field(False, description="mode bench: only the latest checkpoint")
 
 
+class EnvironmentConfig(StrictModel):
+    """Objective of the rows of one environment."""
+
+    algorithm: AlgorithmConfig = Field(description="its objective")
+    weight: float = Field(1.0, gt=0, description="weight of its loss in the sum over the environments")
+
+
 class RewardModelConfig(StrictModel):
     """Trained reward model that scores answers."""
 
@@ -206,6 +213,11 @@ class RLConfig(StrictModel):
     )
     tokenizer: Annotated[str | None, EXPANDED] = Field(None, description="tokenizer folder; null: the actor's")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the objective")
+    environments: dict[str, EnvironmentConfig] | None = Field(
+        None,
+        description="objective by environment, for rows whose column `environment` names one; without `algorithm`, the "
+        "run's: {math: {}, code: {algorithm: {preset: dppo}, weight: 0.5}}",
+    )
     gconfig: Annotated[GenerationHyperparameters, BeforeValidator(_set_group_size)] = Field(
         default_factory=lambda: GenerationHyperparameters(n_samples=_GROUP_SIZE),
         description="sampling of training answers",
@@ -261,9 +273,25 @@ class RLConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _fill_environments(cls, data: Any) -> Any:
+        """Set the algorithm of environments that have none to the run's."""
+        environments = data.get("environments") if isinstance(data, Mapping) else None
+        if not isinstance(environments, Mapping):
+            return data
+        shared = data.get("algorithm") or {}
+        filled = {
+            name: {"algorithm": shared, **settings} if isinstance(settings, Mapping) else settings
+            for name, settings in environments.items()
+        }
+        return {**data, "environments": filled}
+
+    @model_validator(mode="before")
+    @classmethod
     def _check_reference_is_used(cls, data: Any) -> Any:
         """Refuse a reference model with the default algorithm, which has no KL term."""
         algorithm = (data.get("algorithm") or {}) if isinstance(data, Mapping) else None
+        if isinstance(data, Mapping) and data.get("environments"):
+            return data  # each environment has an algorithm
         if isinstance(algorithm, Mapping) and data.get("ref") is not None and not {"preset", "kl"} & algorithm.keys():
             raise ValueError(
                 "ref is set, and the default algorithm has no KL term to a reference model; set algorithm.kl.coef, "
@@ -295,18 +323,60 @@ class RLConfig(StrictModel):
     def resolve(self) -> ResolvedRL:
         """Return models and objective with the values derived from actor and other sections."""
         algorithm, ref, critic = self.algorithm, None, None
-        if isinstance(algorithm.aggregation, DrGRPOAggregation) and algorithm.aggregation.max_tokens is None:
-            length = {"max_tokens": self.gconfig.max_new_tokens}
-            aggregation = algorithm.aggregation.model_copy(update=length)
-            algorithm = algorithm.model_copy(update={"aggregation": aggregation})
-        if algorithm.kl.coef > 0 or self.ref is not None:  # also checks the fields of an unused reference model
+        algorithm = self._with_length(algorithm)
+        uses_reference = any(each.kl.coef > 0 for each in self.algorithms)
+        if uses_reference or self.ref is not None:  # also checks the fields of an unused reference model
             ref = derive_reference(self.actor, self.ref or {}, "ref")
         if self.critic is not None:
             critic = derive_critic(self.actor, self.critic, "critic")
-        needed = ref if algorithm.kl.coef > 0 else None
+        needed = ref if uses_reference else None
         return ResolvedRL(
             actor=self.actor, ref=needed, critic=critic, teacher=self._resolve_teacher(), algorithm=algorithm
         )
+
+    @property
+    def algorithms(self) -> list[AlgorithmConfig]:
+        """The objective of each environment, or the run's alone."""
+        return [each.algorithm for each in self.environments.values()] if self.environments else [self.algorithm]
+
+    def resolve_environments(self) -> dict[str, EnvironmentConfig]:
+        """Return the environments with the values derived from other sections."""
+        return {
+            name: each.model_copy(update={"algorithm": self._with_length(each.algorithm)})
+            for name, each in (self.environments or {}).items()
+        }
+
+    def _with_length(self, algorithm: AlgorithmConfig) -> AlgorithmConfig:
+        aggregation = algorithm.aggregation
+        if not isinstance(aggregation, DrGRPOAggregation) or aggregation.max_tokens is not None:
+            return algorithm
+        length = {"max_tokens": self.gconfig.max_new_tokens}
+        return algorithm.model_copy(update={"aggregation": aggregation.model_copy(update=length)})
+
+    def _check_environments(self) -> None:
+        if self.environments is None:
+            return
+        if not self.environments:
+            raise ValueError("environments is empty; name at least one, or leave it out")
+        for name, each in self.environments.items():
+            where, algorithm = f"environments.{name}.algorithm", each.algorithm
+            if algorithm.advantage.needs_critic or algorithm.advantage.needs_teacher:
+                raise ValueError(
+                    f"{where}.advantage is {algorithm.advantage.kind}, whose critic or teacher all rows share; "
+                    "choose another, or train the environments in separate runs"
+                )
+            if algorithm.policy_loss.uses_demonstrations:
+                raise ValueError(
+                    f"{where}.policy_loss is {algorithm.policy_loss.kind}, whose demonstrations belong to no "
+                    "environment; choose another"
+                )
+            for field in ("ppo_epochs", "minibatches"):
+                if getattr(algorithm, field) != getattr(self.algorithm, field):
+                    raise ValueError(
+                        f"{where}.{field} is {getattr(algorithm, field)}, but algorithm.{field} is "
+                        f"{getattr(self.algorithm, field)}; an optimizer step trains all environments: set both to "
+                        "one value"
+                    )
 
     def _resolve_teacher(self) -> EngineConfig | TeacherServerConfig | None:
         if self.teacher is None:
@@ -353,13 +423,17 @@ class RLConfig(StrictModel):
                 f"rollout.max_staleness = {self.rollout.max_staleness} start {started} answers at once; expected at "
                 f"most {MAX_STEP_ROWS}"
             )
-        if algorithm.advantage.is_group_relative and n_samples < 2:
-            raise ValueError(f"gconfig.n_samples is {n_samples}; a group needs at least 2 answers to compare rewards")
-        if algorithm.zero_variance_groups != "keep" and n_samples < 2:
-            raise ValueError(
-                f"algorithm.zero_variance_groups = {algorithm.zero_variance_groups} would leave nothing: a group is "
-                f"one answer (gconfig.n_samples = {n_samples}); set it to keep"
-            )
+        self._check_environments()
+        for each in (algorithm, *self.algorithms):
+            if each.advantage.is_group_relative and n_samples < 2:
+                raise ValueError(
+                    f"gconfig.n_samples is {n_samples}; a group needs at least 2 answers to compare rewards"
+                )
+            if each.zero_variance_groups != "keep" and n_samples < 2:
+                raise ValueError(
+                    f"algorithm.zero_variance_groups = {each.zero_variance_groups} would leave nothing: a group is "
+                    f"one answer (gconfig.n_samples = {n_samples}); set it to keep"
+                )
         if algorithm.advantage.needs_critic and self.critic is None:
             raise ValueError(
                 f"algorithm.advantage is {algorithm.advantage.kind}, which needs a critic: set `critic`, such as "

@@ -160,7 +160,7 @@ class BufferTrainer(RLTrainer):
         """Return the next groups of the buffer, or fewer at its end."""
         episodes = self._buffer.read(self._await(self._wait_for_group_numbers()))
         self._taken = self._trained + len(episodes)
-        kept = [e for e in episodes if e.is_trainable(self.rollout.rule)]
+        kept = [e for e in episodes if e.is_trainable(self.rollout.rule_of(e.prompt))]
         return self.rollout.make_batch(kept, episodes, Counter(), self.step)
 
     def after_step(self) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,17 @@ class PromptStream:
         """Continue at a position; raise `DatasetError` for other rows or another seed."""
         self._loader.load_state_dict(state)
         self._untrained = list(state["again"])
+
+
+def require_environments(rows: Sequence[dict[str, Any]], names: Collection[str]) -> None:
+    """Raise `DatasetError` unless every row's column `environment` is one of `names`, and each name has a row."""
+    for index, row in enumerate(rows):
+        if (name := row.get("environment")) not in names:
+            raise DatasetError(
+                f"row {index} has environment={name!r:.80}, expected a name in `environments`: {', '.join(names)}"
+            )
+    if absent := [name for name in names if all(row["environment"] != name for row in rows)]:
+        raise DatasetError(f"environments.{absent[0]}: no row of train_data has this environment; remove it")
 
 
 def _number(row: dict[str, Any], index: int, column: str) -> float:

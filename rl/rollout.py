@@ -95,7 +95,7 @@ class Rollout:
         check: raises for sampling parameters if the trainer cannot recompute their logprobs.
         accept: filter of a training group's tensors; False replaces the group like `resample` does. It must be
             deterministic: every process calls it for all groups.
-        rule: which groups are trained.
+        rule: which groups are trained; a function of the prompt if that depends on it.
         agent_sampling: policy for the sampling parameters of agents' requests in training.
         world: the processes that split the episodes of `run`; None: all processes.
         log: called once per step and kind of dropped sample or failed episode.
@@ -110,7 +110,7 @@ class Rollout:
         n_samples: int | None = None,
         check: Callable[[GenerationHyperparameters], None] | None = None,
         accept: Callable[[dict[str, Any]], bool] | None = None,
-        rule: GroupRule | None = None,
+        rule: GroupRule | Callable[[Prompt], GroupRule] | None = None,
         agent_sampling: SamplingPolicy | None = None,
         world: ControlPlane | None = None,
         log: Callable[[str], None] = print,
@@ -124,7 +124,7 @@ class Rollout:
         self._seed = seed
         self._check, self._agent_sampling = check, agent_sampling
         self._accept = accept
-        self.rule = rule or GroupRule()
+        self._rule = rule or GroupRule()
         self._world = world
         self._log = log
         self._succeeded = False
@@ -148,15 +148,26 @@ class Rollout:
             max_resamples: maximum number of extra rounds.
         """
         counts, kept, episodes = Counter[str](), list[Episode](), list[Episode]()
-        replaces = self.rule.zero_variance == "resample" or self._accept is not None
-        for round_ in range(max_resamples + 1 if replaces else 1):
-            prompts = take(n_prompts - len(kept))
+        missing = n_prompts
+        for round_ in range(max_resamples + 1):
+            prompts = take(missing)
             counts["resampled" if round_ else "prompts"] += len(prompts)
-            episodes += await self.run(prompts, step)
-            kept = [e for e in episodes if e.is_trainable(self.rule)]
-            if len(kept) >= n_prompts or not prompts:
+            ended = await self.run(prompts, step)
+            kept += [e for e in ended if e.is_trainable(self.rule_of(e.prompt))]
+            episodes += ended
+            missing = sum(self._is_replaced(e) for e in ended)
+            if not missing:
                 break
         return self.make_batch(kept, episodes, counts, step)
+
+    def rule_of(self, prompt: Prompt) -> GroupRule:
+        """Return the rule for the groups of a prompt."""
+        return self._rule if isinstance(self._rule, GroupRule) else self._rule(prompt)
+
+    def _is_replaced(self, episode: Episode) -> bool:
+        """Return whether another prompt takes the place of an episode."""
+        rule = self.rule_of(episode.prompt)
+        return not episode.is_trainable(rule) and (rule.zero_variance == "resample" or self._accept is not None)
 
     def make_batch(
         self, kept: Sequence[Episode], episodes: Sequence[Episode], counts: Counter[str], step: int
@@ -276,7 +287,7 @@ class Rollout:
             elif episode.trajectories is None:
                 batch.counts["rejected"] += 1
                 continue
-            if episode.trajectories and episode.has_zero_variance(self.rule):
+            if episode.trajectories and episode.has_zero_variance(self.rule_of(episode.prompt)):
                 batch.counts["zero_variance_groups"] += 1
             if episode.filtered:
                 batch.counts["filtered_groups"] += 1

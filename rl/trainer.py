@@ -27,15 +27,17 @@ from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout
 from archon.remote.config import WorkersConfig
 from archon.rl.agent_sampling import SamplingPolicy
+from archon.rl.algorithms.config import GroupRule
 from archon.rl.asynchronous import AsyncRollout, GatheredBatch
 from archon.rl.config import RewardModelConfig, RLConfig
 from archon.rl.controller import Controller
 from archon.rl.demonstrations import Demonstrations
+from archon.rl.environment_update import ENVIRONMENT_IDS, EnvironmentUpdate
 from archon.rl.evaluation import evaluate, evaluation_workflows, sampled_gconfig
 from archon.rl.export import LOGIT_TOLERANCE, export_difference, require_exact_export
 from archon.rl.logprob_check import check_mismatch, check_recomputable, mismatch_limit
 from archon.rl.monitor import Monitor
-from archon.rl.prompts import Prompt, PromptStream
+from archon.rl.prompts import Prompt, PromptStream, require_environments
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold, gold_scores
 from archon.rl.rewards.lookup import is_verifier, reward_name
 from archon.rl.rewards.reward_model import RewardModel
@@ -184,7 +186,8 @@ class RLTrainer(BaseTrainer):
                 self._check_logprobs(batch)
             # 2. Compute reference and critic outputs, advantages, and weights of demonstrations.
             with timed(seconds, "score"):
-                prepared, measured = self._compute(lambda: self.update.prepare(batch.trajectories, self.step))
+                trajectories = batch.trajectories | self._environment_ids(batch)
+                prepared, measured = self._compute(lambda: self.update.prepare(trajectories, self.step))
             self._dump(batch, metrics, prepared["advantages"])
             if self.demonstrations is not None:
                 taken = self.demonstrations.take()
@@ -216,6 +219,18 @@ class RLTrainer(BaseTrainer):
         if warning := self._stall.observe(metrics):
             self._log(f"step {self.step + 1}: {warning}")
         return metrics
+
+    def _environment_ids(self, batch: RolloutBatch) -> dict[str, Tensor]:
+        """Return the column `environment_ids` if the run has environments."""
+        if not self.config.environments:
+            return {}
+        numbers = {name: number for number, name in enumerate(self.config.environments)}
+        groups = torch.tensor([numbers[prompt.row["environment"]] for prompt in batch.prompts])
+        return {ENVIRONMENT_IDS: groups[batch.trajectories["group_ids"]]}
+
+    def _rule_of(self, prompt: Prompt) -> GroupRule:
+        assert self.config.environments is not None
+        return self.config.environments[prompt.row["environment"]].algorithm.group_rule
 
     def _push(self) -> dict[str, float]:
         """Push the new weights to the generator, and return the metrics of the push."""
@@ -395,6 +410,8 @@ class RLTrainer(BaseTrainer):
         for loaded, section in ((rows, config.train_data), (held_out, config.eval_data)):
             if loaded:
                 require_same_rows(loaded, section.path if section else "the held-out rows")
+        if config.environments:
+            require_environments(rows, config.environments)
         self.prompts = PromptStream(rows, config.seed, config.curriculum_column)
         self._cursor = self.prompts.state_dict()
         self.demonstrations = None
@@ -440,7 +457,10 @@ class RLTrainer(BaseTrainer):
             if engine is not None and self.runner is not None:
                 engine.stall_watch.folder = self.runner.directory.stacks
         teacher = None if resolved.teacher is None else open_teacher(resolved.teacher, config, self.tokenizer)
-        self.update = PolicyUpdate(
+        make_update: Callable[..., PolicyUpdate] = PolicyUpdate
+        if config.environments:
+            make_update = partial(EnvironmentUpdate, environments=config.resolve_environments())
+        self.update = make_update(
             self.engine,
             reference,
             algorithm,
@@ -471,7 +491,7 @@ class RLTrainer(BaseTrainer):
             n_samples=config.gconfig.n_samples,
             check=lambda gconfig: check_recomputable(gconfig, temperature),
             accept=accept,
-            rule=config.algorithm.group_rule,
+            rule=self._rule_of if config.environments else config.algorithm.group_rule,
             agent_sampling=SamplingPolicy(config.rollout.agent_sampling, config.gconfig, self._log),
             log=self._log,
         )

@@ -91,7 +91,7 @@ class PolicyUpdate:
         """
         # 1. Score the tokens with reference, policy, teacher and critic.
         config, metrics = self.algorithm, dict[str, float]()
-        batch = _trained_fields(trajectories, (FIELD,))
+        batch = trained_fields(trajectories, (FIELD,))
         mask = batch["loss_mask"]
         if self.reference is not None:
             batch["ref_logprobs"] = self._logprobs(self.reference, batch)
@@ -99,7 +99,7 @@ class PolicyUpdate:
             batch["prox_logprobs"] = self._logprobs(self.engine, batch)
             batch["policy_weights"] = self._policy_weights(batch, metrics)
         if self.teacher is not None:
-            documents = _trained_fields(batch, ())
+            documents = trained_fields(batch, ())
             batch["teacher_logprobs"] = score_sharded(self.teacher, documents, self.engine.ranks.dp, self.engine.device)
             gap = (batch[self._old_logprobs_column] - batch["teacher_logprobs"])[mask > 0]
             metrics["teacher_kl"] = gap.double().mean().item()
@@ -175,9 +175,11 @@ class PolicyUpdate:
         """
         results, packed = [], self._pack(batch)
         trained = batch["loss_mask"].any(1).nonzero().flatten().tolist()
-        for rows in self._minibatches(len(trained), step):
-            shard, _ = _shard(packed, [trained[row] for row in rows], self.engine.ranks.dp)
-            metrics = self.engine.train_batch(shard, self._objective, self._objective.units, self.temperature)
+        for minibatch in self._minibatches(len(trained), step):
+            rows = [trained[row] for row in minibatch]
+            shard, _ = _shard(packed, rows, self.engine.ranks.dp)
+            objective = self._objective_of(batch, rows)
+            metrics = self.engine.train_batch(shard, objective, objective.units, self.temperature)
             self.engine.step_lr_scheduler()
             if self.critic is not None:
                 critic_shard = replace(shard, routed_experts=None)
@@ -191,6 +193,10 @@ class PolicyUpdate:
         self._packed = None
         means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         return means | {"first_logprob_diff": results[0]["logprob_diff"]}
+
+    def _objective_of(self, batch: Mapping[str, Any], rows: Sequence[int]) -> Any:
+        """Return the objective of the minibatch with these rows of a prepared batch."""
+        return self._objective
 
     def _rewards(self, trajectories: Mapping[str, Any], step: int, metrics: dict[str, float]) -> Tensor:
         """Return the rewards, float [B], after overlong penalty, transform and the shuffling control."""
@@ -273,7 +279,7 @@ class PolicyUpdate:
 
     def _score(self, engine: Reference, batch: Mapping[str, Any], score: Callable[[PackedBatch], Tensor]) -> Tensor:
         """Return `score` of every document, [B, S], computed in shards over the data-parallel ranks."""
-        packed, dp = self._pack(_trained_fields(batch, (FIELD,))), engine.ranks.dp
+        packed, dp = self._pack(trained_fields(batch, (FIELD,))), engine.ranks.dp
         shard, is_placeholder = _shard(packed, range(packed.n_documents), dp)
         if engine is not self.engine:
             shard = replace(shard, routed_experts=None)
@@ -303,7 +309,8 @@ class PolicyUpdate:
                 yield rows.sort().values.tolist()
 
 
-def _trained_fields(batch: Mapping[str, Any], extra_fields: tuple[str, ...]) -> Batch:
+def trained_fields(batch: Mapping[str, Any], extra_fields: tuple[str, ...]) -> Batch:
+    """Return the columns that the engine reads, with the extra ones that the batch has."""
     optional = [name for name in (*OPTIONAL_FIELDS, *extra_fields) if name in batch]
     return {name: batch[name] for name in (*TRAINED_FIELDS, *optional)}
 

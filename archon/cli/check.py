@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -76,7 +76,7 @@ def check_rl(config: RLConfig, gpu: str | None = None) -> list[str]:
     lines.append(line)
     # 2. Data
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
-        lines += check_data(name, data, "rl", tokenizer)
+        lines += check_data(name, data, "rl", tokenizer, environments=config.environments)
     # 3. Reward and workflow
     offered: dict[str, Any] = {"gconfig": config.gconfig, "tokenizer": tokenizer, "train_data": config.train_data}
     if isinstance(config.reward, RewardModelConfig):
@@ -243,10 +243,16 @@ def check_tokenizer(path: str, blanks: Mapping[str, str]) -> tuple[Any, str]:
 
 
 def check_data(
-    name: str, config: DatasetConfig | None, kind: DatasetKind, tokenizer: Any, max_tokens: int | None = None
+    name: str,
+    config: DatasetConfig | None,
+    kind: DatasetKind,
+    tokenizer: Any,
+    max_tokens: int | None = None,
+    environments: Collection[str] | None = None,
 ) -> list[str]:
-    """Load a dataset; with `max_tokens`, require that each training row fits a micro-batch of `max_tokens`."""
+    """Load a dataset; require that training rows fit micro-batches of `max_tokens` and name one of `environments`."""
     from archon.data.registry import load_rows
+    from archon.rl.prompts import require_environments
     from archon.training.sft import require_row_lengths
 
     if config is None:
@@ -254,6 +260,8 @@ def check_data(
     rows = load_rows(config, kind, tokenizer)
     if max_tokens is not None and name == "train_data":
         require_row_lengths(rows, max_tokens)
+    if environments and name == "train_data":
+        require_environments(rows, environments)
     dropped = {"too long": rows.n_filtered, "skipped": rows.n_skipped}
     counts = [f"{name}: {len(rows):,} rows", *(f"{count:,} {reason}" for reason, count in dropped.items() if count)]
     lines = [", ".join(counts)]

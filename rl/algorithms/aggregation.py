@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -67,3 +68,11 @@ def dr_grpo(
     weights, units = seq_mean_token_sum(loss_mask, documents, n_documents, settings)
     assert settings.max_tokens is not None, "RLConfig.resolve sets it"
     return weights / settings.max_tokens, units
+
+
+def count_units(loss_mask: Tensor, settings: MethodSettings) -> float:
+    """Return the number of units of the rows with `loss_mask` [B, S]."""
+    if not loss_mask.numel():
+        return 0.0
+    rows = torch.arange(len(loss_mask)).repeat_interleave(loss_mask.shape[1])
+    return float(AGGREGATIONS[settings.kind](loss_mask.flatten().double(), rows, len(loss_mask), settings)[1])

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from archon.rl.algorithms.aggregation import AGGREGATIONS
+from archon.rl.algorithms.aggregation import count_units
 from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyTerms, PPOLoss, TokenLoss, clipped_loss
 from archon.rl.algorithms.registry import MethodSettings
 
@@ -87,14 +87,7 @@ def mixing_weights(loss_mask: Tensor, demonstrations: Tensor, mu: float, aggrega
         mu: weight μ of the demonstrations.
         aggregation: settings of the run's aggregation.
     """
-    units = [_units(loss_mask[rows], aggregation) for rows in (~demonstrations, demonstrations)]
+    units = [count_units(loss_mask[rows], aggregation) for rows in (~demonstrations, demonstrations)]
     total = sum(units)
     weights = [(weight * total / n if n else 0.0) for weight, n in zip((1 - mu, mu), units, strict=True)]
     return torch.tensor(weights, dtype=torch.float64)[demonstrations.long()]
-
-
-def _units(loss_mask: Tensor, aggregation: MethodSettings) -> float:
-    if not loss_mask.numel():
-        return 0.0
-    rows = torch.arange(len(loss_mask)).repeat_interleave(loss_mask.shape[1])
-    return float(AGGREGATIONS[aggregation.kind](loss_mask.flatten().double(), rows, len(loss_mask), aggregation)[1])

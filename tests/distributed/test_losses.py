@@ -16,6 +16,7 @@ from tests.rl.objectives import (
     Found,
     assert_same,
     float64_engine,
+    of_environments_in,
     of_every_objective,
     of_every_preference,
     of_objective,
@@ -51,6 +52,15 @@ def test_loss_and_gradients_do_not_change_with_the_data_parallel_size(
         assert found.keys() == OBJECTIVES.keys()
         for name, one in found.items():
             assert_same(one, expected[name])
+
+
+def test_loss_of_several_environments_does_not_change_with_the_data_parallel_size(
+    folder: Path, ranks: Callable[[int], Pool]
+) -> None:
+    path = str(folder / "blank")
+    expected = of_environments_in(path, "d1")
+    for found in ranks(2).run(of_environments_in, path, "d2"):
+        assert_same(found, expected)
 
 
 def test_loss_and_gradients_of_pairs_do_not_change_with_the_data_parallel_size(

@@ -21,6 +21,8 @@ from archon.rl import PreferenceConfig
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.losses import POLICY_LOSSES
+from archon.rl.config import EnvironmentConfig
+from archon.rl.environment_update import ENVIRONMENT_IDS, EnvironmentUpdate
 from archon.rl.trajectories import concat_padded_tensors
 from archon.rl.update import PolicyUpdate
 from archon.schema.config import EngineConfig
@@ -174,6 +176,39 @@ def of_every_objective(path: str, layout: str) -> dict[str, tuple[dict[str, floa
     engine = float64_engine(path, layout=layout)
     critic = float64_engine(path, layout=layout, is_critic=True)
     return {name: of_objective(engine, critic, trajectories(), of) for name, of in OBJECTIVES.items()}
+
+
+ENVIRONMENTS: dict[str, Any] = {
+    "math": {"algorithm": {"preset": "grpo", "kl": KL, "policy_loss": CLIP}, "weight": 2.0},
+    "code": {
+        "algorithm": {
+            "preset": "dppo",
+            "correction": {"kind": "tis", "max_ratio": 1.1},
+            "policy_loss": {"delta_low": 0.01, "delta_high": 0.01},
+        },
+        "weight": 0.5,
+    },
+    "games": {"algorithm": {"preset": "kl_cov", "policy_loss": {"fraction": 0.2}, "minibatches": 1}},
+}
+"""Environments with another loss, aggregation, correction and weight each."""
+
+
+def environments() -> dict[str, EnvironmentConfig]:
+    return {name: EnvironmentConfig.parse(settings) for name, settings in ENVIRONMENTS.items()}
+
+
+def of_environments(engine: ArchonEngine, batch: dict[str, Tensor]) -> tuple[dict[str, float], Found]:
+    """Metrics of one update of several environments, one for each group, and the gradients of all parameters."""
+    options: dict[str, Any] = {"temperature": 0.8, "max_new_tokens": 6, "environments": environments()}
+    update = EnvironmentUpdate(engine, engine, AlgorithmConfig(), **options)
+    with steps_undone(policy=engine) as found:
+        prepared, measured = update.prepare(batch | {ENVIRONMENT_IDS: batch["group_ids"]}, step=0)
+        metrics = measured | update.train(prepared, step=0)
+    return metrics, found
+
+
+def of_environments_in(path: str, layout: str) -> tuple[dict[str, float], Found]:
+    return of_environments(float64_engine(path, layout=layout), trajectories())
 
 
 def write_pairs(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+ENVIRONMENTS = ("tests/rl/test_environment_update.py",)
 COVARIANCE = ("tests/rl/test_covariance.py",)
 LOSSES = ("tests/rl/test_policy_losses.py", "tests/rl/test_objective.py")
 
@@ -301,5 +302,33 @@ MUTANTS: tuple[Mutant, ...] = (
         "chosen = [] if preset is None else",
         "chosen = [] if True else",
         ("tests/cli/test_command.py::test_presets_are_listed_and_chosen_by_an_option",),
+    ),
+    Mutant(
+        "the weight of an environment is left out",
+        "rl/environment_update.py",
+        "environment.weight * n_tokens / units",
+        "n_tokens / units",
+        ENVIRONMENTS,
+    ),
+    Mutant(
+        "an environment's loss is averaged over the whole minibatch",
+        "rl/environment_update.py",
+        "count_units(mask[ids == index], environment.algorithm.aggregation)",
+        "count_units(mask, environment.algorithm.aggregation)",
+        ENVIRONMENTS,
+    ),
+    Mutant(
+        "an environment trains the documents of all",
+        "rl/environment_update.py",
+        'mask = torch.where(ids == index, mb["loss_mask"], 0)',
+        'mask = mb["loss_mask"]',
+        ENVIRONMENTS,
+    ),
+    Mutant(
+        "all environments replace groups as one of them does",
+        "rl/rollout.py",
+        'return not episode.is_trainable(rule) and (rule.zero_variance == "resample" or self._accept is not None)',
+        "return not episode.is_trainable(GroupRule('resample'))",
+        ENVIRONMENTS,
     ),
 )

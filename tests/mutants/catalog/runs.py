@@ -232,7 +232,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a round of resampling asks for a whole batch again",
         "rl/rollout.py",
-        "prompts = take(n_prompts - len(kept))",
+        "prompts = take(missing)",
         "prompts = take(n_prompts)",
         (f"{ROLLOUT}::test_resampling_replaces_zero_variance_groups_within_its_bound",),
     ),
