@@ -73,8 +73,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every data-parallel rank trains on all of a batch",
         "rl/update.py",
-        "_shard(packed, [trained[row] for row in rows], self.engine.ranks.dp)",
-        "_shard(packed, [trained[row] for row in rows], self.engine.ranks.tp)",
+        "_shard(packed, rows, self.engine.ranks.dp)",
+        "_shard(packed, rows, self.engine.ranks.tp)",
         ("tests/distributed/test_ahead.py::test_every_prompt_is_trained_once_and_no_token_is_too_old[d2-2]",),
     ),
     Mutant(

@@ -24,8 +24,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the policy is trained at temperature 1",
         "rl/update.py",
-        "self._objective, self._objective.units, self.temperature)",
-        "self._objective, self._objective.units)",
+        "objective, objective.units, self.temperature)",
+        "objective, objective.units)",
         UPDATE,
     ),
     Mutant(
