@@ -341,13 +341,16 @@ class InProcessEngine:
         temperature: float = 1.0,
         lora: str | None = None,
         images: SequenceOf[ProcessedImage] = (),
+        top: int = 0,
     ) -> PromptScores:
         """Return the scores of the tokens under the current weights, without sampling and without the cache.
+
+        `top` is the number of most likely tokens to return at each place.
 
         Raises:
             RolloutError: an id outside of the vocabulary, too many ids, or an unknown LoRA.
         """
-        return self._scoring(tokens, temperature, lora, images)()
+        return self._scoring(tokens, temperature, lora, images, top)()
 
     async def ascore_prompt(
         self,
@@ -385,7 +388,12 @@ class InProcessEngine:
         return self._updates, self._generator.lora_manager.changes
 
     def _scoring(
-        self, tokens: list[int], temperature: float, lora: str | None, images: SequenceOf[ProcessedImage]
+        self,
+        tokens: list[int],
+        temperature: float,
+        lora: str | None,
+        images: SequenceOf[ProcessedImage],
+        top: int = 0,
     ) -> Callable[[], PromptScores]:
         """Return the computation of `score_prompt`; raise its errors."""
         self._check_usable()
@@ -403,7 +411,7 @@ class InProcessEngine:
         owner = None if lora is None else generator.lora_manager.find(lora)
         lora_mapping = generator.lora_manager.rows([(owner, len(tokens))], len(tokens))
         prompt_images = generator.prompt_images(tokens, images, "the prompt")
-        return partial(score_prompt, generator.model, tokens, temperature, lora_mapping, prompt_images)
+        return partial(score_prompt, generator.model, tokens, temperature, lora_mapping, prompt_images, top)
 
     def pause(self) -> None:
         """Stop after the current step; unfinished answers are kept."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from archon.generation.images import PromptImages
+from archon.generation.types import TopLogprobs
 from archon.models.attention.meta import PackedAttention
 from archon.models.base import BaseArchonModel, ModelInputs
 from archon.models.lora.mapping import LoRAMapping
@@ -24,11 +25,13 @@ class PromptScores:
     Attributes:
         logprobs: log_softmax(logits / temperature) of each token, in at least float32.
         top_tokens, top_logprob_values: the most likely token at its place, and its logprob.
+        top: the most likely tokens at each place with their logprobs, the most likely first; empty unless requested.
     """
 
     logprobs: list[float]
     top_tokens: list[int]
     top_logprob_values: list[float]
+    top: list[TopLogprobs] = field(default_factory=list)
 
 
 @torch.inference_mode()
@@ -38,8 +41,12 @@ def score_prompt(
     temperature: float = 1.0,
     lora_mapping: LoRAMapping | None = None,
     prompt_images: PromptImages | None = None,
+    top: int = 0,
 ) -> PromptScores:
-    """Score `tokens` as one document, optionally with `lora_mapping` and images, without a cache."""
+    """Score `tokens` as one document, optionally with `lora_mapping` and images, without a cache.
+
+    `top` is the number of most likely tokens to return at each place.
+    """
     device, n = next(model.parameters()).device, len(tokens)
     scores = PromptScores([], [], [])
     if n < 2:
@@ -65,4 +72,8 @@ def score_prompt(
         scores.logprobs += logprobs.gather(1, labels.unsqueeze(1)).squeeze(1).tolist()
         scores.top_tokens += best.indices.tolist()
         scores.top_logprob_values += best.values.tolist()
+        if top:
+            likely = logprobs.topk(min(top, logprobs.shape[-1]))
+            rows_of_pairs = zip(likely.indices.tolist(), likely.values.tolist(), strict=True)
+            scores.top += [list(zip(ids_, values, strict=True)) for ids_, values in rows_of_pairs]
     return scores

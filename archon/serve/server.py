@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from email.utils import formatdate
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,7 +16,7 @@ from archon.serve import metrics_route, rollout_routes
 from archon.serve.error_responses import ErrorResponse, error_body
 from archon.serve.request_log import RequestLog
 from archon.serve.routes import app
-from archon.serve.service import Service, check_host
+from archon.serve.service import Limits, Service, check_host
 
 app.include_router(rollout_routes.router)
 app.include_router(metrics_route.router)
@@ -23,22 +24,30 @@ app.include_router(metrics_route.router)
 KEEP_ALIVE_SECONDS = 3600  # between two requests; a client that reuses its connection must not find it closed
 
 
-class AgentServer(Service):
-    """Serves on the caller's event loop without touching its signal handlers. Start and close it on the same loop."""
+class HTTPServer:
+    """Serves an app on the caller's event loop without touching its signal handlers.
 
+    Start and close it on the same loop. The app finds the server as `request.state.service`.
+    """
+
+    limits: Limits
     port: int
     _listener: asyncio.Server | None = None
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Start to listen and return the base URL, which ends in /v1; port 0 selects a free port.
+    def asgi(self) -> Any:
+        """Return the app."""
+        raise NotImplementedError
+
+    async def listen(self, host: str, port: int, token: str | None) -> str:
+        """Start to listen and return the base URL; port 0 selects a free port.
 
         Raises:
             ConfigError: a host other than loopback without a token, or an address that cannot be used.
         """
         host = host.removeprefix("[").removesuffix("]")
-        check_host(host, self._token)
+        check_host(host, token)
         config = uvicorn.Config(
-            RequestLog(app) if self.log_requests else app,
+            self.asgi(),
             http=Connection,
             ws="none",
             lifespan="off",
@@ -54,18 +63,38 @@ class AgentServer(Service):
         with listening(host, port):
             self._listener = await loop.create_server(lambda: Connection(config, self._state, self), host, port)
         self.port = self._listener.sockets[0].getsockname()[1]
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
-    async def close(self) -> None:
-        """Stop listening, abort every connection, cancel the requests in progress and wait for their end."""
+    async def stop_listening(self) -> bool:
+        """Stop listening, abort every connection, cancel the requests in progress and wait for their end.
+
+        Returns whether the server was listening.
+        """
         if self._listener is None:
-            return
+            return False
         self._listener.close()
         self._listener = None
         for connection in list(self._state.connections):
             connection.transport.abort()
         await asyncio.gather(*self._state.tasks, return_exceptions=True)
-        self.preparation.close()
+        return True
+
+
+class AgentServer(HTTPServer, Service):
+    """Serves the OpenAI and Anthropic protocols."""
+
+    def asgi(self) -> Any:
+        """Return the app, with a log of requests if it was requested."""
+        return RequestLog(app) if self.log_requests else app
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Start to listen and return the base URL, which ends in /v1; see `HTTPServer.listen`."""
+        return f"{await self.listen(host, port, self._token)}/v1"
+
+    async def close(self) -> None:
+        """Stop listening, end all requests, and release the threads that prepare them."""
+        if await self.stop_listening():
+            self.preparation.close()
 
 
 class Connection(HttpToolsProtocol):
@@ -74,7 +103,7 @@ class Connection(HttpToolsProtocol):
     Slow headers close it. Too many or too long headers, and bytes that are not HTTP, get status 400 with a JSON body.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, service: HTTPServer) -> None:
         super().__init__(config, state, {"service": service})  # the last becomes each request's `state`
         self._limits = service.limits
         self._timeout: asyncio.TimerHandle | None = None  # while a request's headers are incomplete

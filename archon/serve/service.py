@@ -127,12 +127,7 @@ class Service:
         if session is not None:
             return session
         if self._token is None:
-            # Blocks pages of other sites, and sites with names that resolve to loopback (DNS rebinding).
-            hosts = [_parse_host(f"//{host}"), "localhost" if origin is None else _parse_host(origin)]
-            if not all(map(is_loopback, hosts)):
-                raise HTTPException(
-                    403, "without a token only 127.0.0.1 and localhost are served, and no page of another host"
-                )
+            require_local(host, origin)
         elif not hmac.compare_digest(key.encode("utf-8", "replace"), self._token.encode()):
             raise HTTPException(401, "the API key is neither a session's nor the server's token")
         return self._default
@@ -223,6 +218,16 @@ class Service:
                 yield
         finally:
             self._active_requests -= 1
+
+
+def require_local(host: str, origin: str | None) -> None:
+    """Raise HTTPException unless the Host and Origin headers are of this machine.
+
+    Blocks pages of other sites, and sites with names that resolve to loopback (DNS rebinding).
+    """
+    hosts = [_parse_host(f"//{host}"), "localhost" if origin is None else _parse_host(origin)]
+    if not all(map(is_loopback, hosts)):
+        raise HTTPException(403, "without a token only 127.0.0.1 and localhost are served, and no page of another host")
 
 
 def _parse_host(url: str) -> str:
