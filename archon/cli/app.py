@@ -34,6 +34,7 @@ from archon.cli import (
     plan,
     report,
     serve,
+    serve_training,
     train,
 )
 from archon.schema.capacity import rank_limit_error
@@ -120,7 +121,7 @@ for module in (models, inspect, check_model, new_model, plan, convert, export, b
     app.command(**module.SETTINGS)(_with_expanded_paths(module.command))
 for name in train.RUNS:
     app.command(**train.settings(name))(_with_expanded_paths(train.command(name)))
-for module in (generate, evaluate, serve, bench, launch, report, doctor):
+for module in (generate, evaluate, serve, serve_training, bench, launch, report, doctor):
     app.command(**module.SETTINGS)(_with_expanded_paths(module.command))
 
 

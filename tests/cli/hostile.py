@@ -59,7 +59,7 @@ OVERRIDES = [
 NEW_FILES = {("report", "out"), ("check-model", "cards"), ("doctor", "stacks")}
 """Folders that may be any: they are no input, and only new files are written into them."""
 
-SERVING = {("serve", "port"), ("report", "serve")}
+SERVING = {("serve", "port"), ("serve-training", "port"), ("report", "serve")}
 """Ports: 0 is any free port, at which the command serves until it is stopped."""
 
 SCHEMAS = {
@@ -70,6 +70,7 @@ SCHEMAS = {
     "generate": "archon.cli.generate_config:GenerateConfig",
     "eval": "archon.cli.eval_config:EvalConfig",
     "serve": "archon.cli.serve_config:ServeConfig",
+    "serve-training": "archon.cli.serve_training_config:ServeTrainingConfig",
 }
 CPU_SECONDS = 20
 """Longest CPU time of a case; the slowest valid one, a generation, takes 2 s."""
@@ -100,6 +101,7 @@ def baseline(command: str, inputs: dict[str, Any]) -> dict[str, Any]:
         # The reward is missing and the port is in use: each run ends after its arguments were read.
         "eval": {"checkpoint": checkpoint, "data": dataset, "reward": "no_such_reward", "out": "out"},
         "serve": {"path": checkpoint, "port": str(inputs["port"])},
+        "serve-training": {"path": checkpoint, "port": str(inputs["port"])},
         "bench": {"model": checkpoint, "seq": "64", "tokens": "64", "micro_batch": "32"},
         "report": {"run_dir": str(inputs["run_dir"]), "out": "out"},
         "doctor": {"path": checkpoint, "layout": "d2", "rank": "0", "tokens": "64", "fresh": True},

@@ -28,7 +28,7 @@ def test_help_lists_the_commands(archon):
     done = archon("--help")
     assert done.code == 0
     commands = ("models", "inspect", "plan", "convert", "sft", "rl", "generate", "serve", "bench", "report", "doctor")
-    commands += ("bootstrap", "preference", "eval", "launch")
+    commands += ("bootstrap", "preference", "eval", "launch", "serve-training")
     for command in commands:
         assert f"  {command} " in done.out
 

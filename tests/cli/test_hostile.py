@@ -20,7 +20,7 @@ from archon.schema.config import EngineConfig
 from tests.cli.hostile import SCHEMAS, Result, argument_cases, changes, leaf_cases, listing, run_case
 
 COMMANDS = ["models", "inspect", "check-model", "new-model", "plan", "convert", "export", "bootstrap", "sft"]
-COMMANDS += ["preference", "rl", "generate", "eval", "serve", "bench", "report", "doctor"]
+COMMANDS += ["preference", "rl", "generate", "eval", "serve", "serve-training", "bench", "report", "doctor"]
 ARGUMENT_PARTS, LEAF_PARTS = 31, 61
 """Parts of some 250 and 550 cases. Prime, so that each part has all values, which follow each other by argument."""
 

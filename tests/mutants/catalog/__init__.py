@@ -34,6 +34,7 @@ from tests.mutants.catalog import (
     runs,
     served_lora,
     training,
+    training_service,
     update,
     vision,
     weights,
@@ -44,5 +45,6 @@ ROOMS = (
     attention, latents, delta_nets, experts, fp8, layers, head, lora, multi_lora, configs, weights, layouts,
     engine, checkpoints, quantized, dcp, generation, decoding, training, runs, rollouts, remote, fleet, agents, compat,
     advantages, losses, update, served_lora, environments, replay, vision, images, rows,
+    training_service,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

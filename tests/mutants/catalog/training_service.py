@@ -1,0 +1,76 @@
+"""Mistakes in the training service for clients of the Tinker SDK."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+NUMBERS = "tests/serve/training/test_numbers.py"
+SERVICE = "tests/serve/training/test_service.py"
+DEFINITIONS = f"{NUMBERS}::test_each_loss_is_its_definition"
+PEFT = f"{NUMBERS}::test_a_plain_loop_with_peft_agrees_while_another_client_trains"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "the gradient of CISPO flows through the clipped ratio",
+        "archon/serve/training/losses.py",
+        "-_clip(_ratio(logprobs, inputs), inputs).detach() * logprobs",
+        "-_clip(_ratio(logprobs, inputs), inputs) * logprobs",
+        (f"{PEFT}[cispo]",),
+    ),
+    Mutant(
+        "the ratio of GSPO is the mean over all positions",
+        "archon/serve/training/losses.py",
+        'inputs["logprobs"])[inside].mean()',
+        'inputs["logprobs"]).mean()',
+        (f"{DEFINITIONS}[gspo]",),
+    ),
+    Mutant(
+        "a call replaces the gradients of earlier calls",
+        "archon/engine/lora_pool.py",
+        "parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)",
+        "parameter.grad = grad if parameter.grad is None else parameter.grad",
+        (f"{NUMBERS}::test_gradients_accumulate_over_calls",),
+    ),
+    Mutant(
+        "an optimizer step ignores the request's weight decay",
+        "archon/engine/lora_pool.py",
+        '                "weight_decay": settings.weight_decay,\n',
+        "",
+        (f"{NUMBERS}::test_a_lora_after_ten_steps_is_the_one_that_sft_trains",),
+    ),
+    Mutant(
+        "a loaded optimizer has no second moment",
+        "archon/engine/lora_pool.py",
+        "for key in MOMENTS}\n            step",
+        "for key in (MOMENTS[0], MOMENTS[0])} | {MOMENTS[1]: torch.ones_like(parameter)}\n            step",
+        (f"{NUMBERS}::test_a_loaded_state_continues_as_if_it_had_not_been_saved",),
+    ),
+    Mutant(
+        "a retry of an optimizer step is run again",
+        "archon/serve/training/service.py",
+        "        if not self._known(owner, future):\n            self.queues.check(model, sequence_id)\n",
+        "        if True:\n",
+        (f"{SERVICE}::test_a_retry_finds_the_first_request",),
+    ),
+    Mutant(
+        "a client finds the checkpoints of another client",
+        "archon/serve/training/store.py",
+        '"SELECT * FROM checkpoints WHERE path=? AND owner=?", path, owner)',
+        '"SELECT * FROM checkpoints WHERE path=?", path)',
+        (f"{SERVICE}::test_another_clients_checkpoints_are_not_there",),
+    ),
+    Mutant(
+        "a body is decompressed without a limit",
+        "archon/serve/training/wire.py",
+        "if len(inflated) > INFLATED_BYTES:",
+        "if len(inflated) < 0:",
+        (f"{SERVICE}::test_hostile_bodies_and_other_keys",),
+    ),
+    Mutant(
+        "each batch has the losses of one model",
+        "archon/serve/training/queues.py",
+        "                tokens, backward = tokens + task.n_tokens, task.loss.backward\n",
+        "                tokens, backward = tokens + BATCH_TOKENS, task.loss.backward\n",
+        (f"{SERVICE}::test_losses_of_several_models_become_one_batch",),
+    ),
+)
