@@ -324,48 +324,6 @@ def test_optimizer_settings_are_checked(field: str, shared_model: Any) -> None:
         shared_model.optim_step(types.DimuonParams(learning_rate=1e-3)).result(30)
 
 
-def test_losses_of_several_models_become_one_batch(base: Path, tmp_path: Path) -> None:
-    """Waiting requests of three models run together, and each keeps its own result."""
-    import asyncio
-
-    from archon.cli.serve_training import make_server
-    from archon.cli.serve_training_config import ServeTrainingConfig
-    from archon.serve.training.queues import Task
-    from archon.serve.training.trainer import LoRAShape
-    from archon.serve.training.wire import loss_request
-
-    async def run() -> tuple[list[int], dict[str, bytes]]:
-        server = make_server(base, ServeTrainingConfig(device="cpu"), [], tmp_path / "state")
-        server.start()
-        done: dict[str, bytes] = {}
-        all_done = asyncio.Event()
-
-        def finish(future: str, body: bytes, proto: bool) -> None:
-            done[future] = body
-            if len(done) == 9:
-                all_done.set()
-
-        server.queues._finish = finish
-        models = ["a", "b", "c"]
-        for number, model in enumerate(models):
-            server.trainer.create(model, LoRAShape(2, seed=number))
-            server.queues.open(model, owner=model)
-        for sequence_id, forward_only in enumerate((False, False, True)):
-            for model in models:
-                message = loss_body(model, 1, [datum(ids) for ids in rows()])
-                message.forward_only = forward_only
-                work = loss_request(message, 95, 256)
-                server.queues.submit(model, sequence_id, Task(f"{model}{sequence_id}", work))
-        await all_done.wait()
-        await server.close()
-        return server.queues.batches, done
-
-    batches, done = asyncio.run(run())
-    assert batches == [3, 3]  # two of forward_backward with three models are one batch; then the forwards
-    losses = {name: pb.ForwardBackwardOutput.FromString(body).metrics["loss:sum"] for name, body in done.items()}
-    assert len(set(losses.values())) == 1  # fresh LoRAs are the base
-
-
 def test_a_full_queue_asks_the_client_to_come_back(train: Callable[..., Any], url: str) -> None:
     from archon.serve.training.queues import MAX_WAITING
 
