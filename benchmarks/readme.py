@@ -40,14 +40,19 @@ TITLES = {
 COMPACT = {"speed"}
 # The rows of the top-level README.md: benchmark, case, ratio, and the sentence's subject.
 HEADLINES = (
-    ("train_step", "ragged", "archon / transformers (padded)", "training on rows of different lengths, to transformers with padded rows"),
+    (
+        "train_step",
+        "ragged",
+        "archon / transformers (padded)",
+        "training on rows of different lengths, to transformers with padded rows",
+    ),
     ("train_step", "even", "archon / torchtitan", "training on rows of one length, to torchtitan"),
     ("train_step", "even", "archon / megatron-core", "the same, to megatron-core"),
     ("lora", "ragged", "archon / peft (padded)", "LoRA training, to PEFT with padded rows"),
     ("generate", "ragged", "archon / transformers generate (static cache)", "generation, to transformers"),
     ("generate", "ragged", "archon / vLLM (CPU build)", "generation, to vLLM"),
     ("time_to_reward", "arithmetic", "TRL / archon, time to TRL's best reward", "RL, time to the best reward of TRL"),
-    ("trees", "samples", "archon / no prefix sharing", "RL training step with 8 answers per prompt, to no shared prefixes"),
+    ("trees", "samples", "archon / no prefix sharing", "RL step with 8 answers per prompt, to no shared prefixes"),
 )
 TITLE = "# Benchmarks"
 INTRODUCTION = f"""
@@ -238,7 +243,7 @@ def readme(records: Sequence[Record]) -> str:
 
 
 def headlines(records: Sequence[Record]) -> str:
-    """Return the table of the top-level README.md: how many times as fast as a peer, for the `HEADLINES` with records."""
+    """Return the table of the top-level README.md: speed ratios of the `HEADLINES` that have records."""
     by_case = {(record.benchmark, record.case): record for record in records}
     rows = []
     for benchmark, case, name, subject in HEADLINES:

@@ -148,12 +148,17 @@ def test_evaluation_depends_on_the_seed_of_the_run(rl_config: Callable[..., RLCo
 def test_a_long_evaluation_says_how_far_it_is(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archon.rl.rollout.REPORT_SECONDS", 0.05)
     logged: list[str] = []
+    reported = asyncio.Event()
+
+    def log(line: str) -> None:
+        logged.append(line)
+        reported.set()
 
     class Waits(RolloutWorkflow):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-            while workflow_context.get().task_id and not logged:
-                await asyncio.sleep(0.01)
+            if workflow_context.get().task_id:
+                await reported.wait()
             return trajectory_tensors([ModelResponse([3], [4], [-0.5], [0])], [1.0])
 
-    asyncio.run(evaluate(Rollout(engine, Waits(), log=logged.append), PROMPTS))
+    asyncio.run(evaluate(Rollout(engine, Waits(), log=log), PROMPTS))
     assert logged[0] == "evaluation: 1 of 12 prompts"
