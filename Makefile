@@ -28,7 +28,7 @@ help:
 	@echo "make test-gpu   compares GPU gradients with CPU gradients and writes the record; needs a GPU"
 	@echo "make test-real-gemma  parity tests on Gemma 3 270M, with the record; unpacks 1 GB first"
 	@echo "make test-all   every test"
-	@echo "make test-kill  all kill tests, with the record"
+	@echo "make test-kill  all kill tests (saves, commands), with the record"
 	@echo "make test-matrix  the gradient matrix, with the record and the table in parallel/README.md"
 	@echo "make test-rl-layouts  the arithmetic recipe in four layouts, with the record"
 	@echo "make test-ahead  asynchronous rollouts in every layout and staleness, including early ends"

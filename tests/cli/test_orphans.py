@@ -21,6 +21,7 @@ import yaml
 
 from archon.schema.capacity import rank_limit
 from archon.schema.keeper import MARK
+from tests.conftest import Kills
 from tests.rl.conftest import small_run
 from tests.test_readme import ROOT
 
@@ -115,12 +116,21 @@ def rl(**changes: object) -> Callable[[Path], list[object]]:
     return arguments
 
 
+def train(command: str, *overrides: str) -> list[object]:
+    run = ["run_dir=run", "model.path=checkpoint", "train_data.path=rows.jsonl", "total_steps=100000"]
+    return [command, *run, "checkpoint.every=1", "train_data.prompt_key=prompt", *overrides]
+
+
 def script(text: str) -> Callable[[Path], list[object]]:
     def arguments(folder: Path) -> list[object]:
         (folder / "script.py").write_text(text)
         return ["script.py"]
 
     return arguments
+
+
+def d2(folder: Path) -> dict[str, object]:
+    return {"path": str(folder / "checkpoint"), "layout": "d2", "device": "cpu"}
 
 
 LAUNCH = {"prompts_per_step": 6, "n_gold_checks": 0, "launch": {"args": ["device=cpu"]}}
@@ -178,6 +188,10 @@ if __name__ == "__main__":
 """
 DOCTOR = ["-m", "archon", "doctor", "checkpoint", "--layout", "d2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", "logs", "-m", "archon"]
+LAUNCHED = ["-m", "archon", "launch", "--nproc-per-node", "2"]
+EVAL = ["eval", "checkpoint", "--data", "rows.jsonl", "--reward", "slow_reward.reward", "--out", "scores"]
+EVAL += ["data.split=train", "data.prompt_key=prompt", "data.response_key=response", "device=cpu", "max_new_tokens=2"]
+RESPONSE = "train_data.response_key=response"
 COMMANDS: dict[str, tuple[Callable[[Path], list[object]], str, int]] = {
     # Name: arguments in a folder; part of the command line of the last children; how many there are.
     "bench-ranks": (lambda _: bench("d2"), "rank_process", 3),
@@ -193,6 +207,15 @@ COMMANDS: dict[str, tuple[Callable[[Path], list[object]], str, int]] = {
     "doctor": (lambda _: [*DOCTOR, "--rank", "0"], "multiprocessing.forkserver", 2),
     "torchrun": (lambda _: [*TORCHRUN, *DOCTOR[2:]], "archon doctor", 3),
     "rank": (script(LAUNCHER), "keeper.py", 1),
+    "sft": (lambda _: ["-m", "archon", *train("sft", RESPONSE)], "archon sft", 1),
+    "preference": (lambda _: ["-m", "archon", *train("preference")], "archon preference", 1),
+    "launch-sft": (lambda _: [*LAUNCHED, *train("sft", RESPONSE, "model.layout=d2")], "archon sft", 2),
+    "launch-rl": (
+        lambda folder: [*LAUNCHED, *rl(reward="slow_reward.reward", actor=d2(folder))(folder)[2:]],
+        "sleep 1000 ",
+        3,  # of rank 0, which scores the gold answers
+    ),
+    "eval": (lambda _: ["-m", "archon", *EVAL], "sleep 1000 ", 3),
     "serve": (lambda _: ["-m", "archon", "serve", "checkpoint", "--port", "0"], "archon serve", 1),
     "compiling": (script(COMPILING), "sleep 1000 ", 2),
 }
@@ -204,7 +227,8 @@ FAST = ["rewards", "forks", "rank"]
 def folder(checkpoint: Path, tmp_path: Path) -> Path:
     assert checkpoint.parent == tmp_path
     (tmp_path / "slow_reward.py").write_text(REWARD)
-    rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(60) for b in range(60)]
+    answers = [(f"{a}+{b}=", str(a + b)) for a in range(60) for b in range(60)]
+    rows = [{"prompt": q, "response": r, "chosen": r, "rejected": r[::-1]} for q, r in answers]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
@@ -227,12 +251,16 @@ def test_children_of_a_killed_command_end(folder: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", range(max(1, Kills("").wanted // 6)))
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_killed_at_any_time_leaves_nothing(folder: Path, name: str, attempt: int) -> None:
+def test_a_command_killed_at_any_time_leaves_nothing(folder: Path, name: str, attempt: int, kills: Kills) -> None:
+    """Once per command here, and five times in `make test-kill`, which records the kills."""
     killed = start(name, folder)
-    time.sleep(RANDOM.uniform(0, 8))
+    moment = RANDOM.uniform(0, 10)
+    time.sleep(moment)
+    processes, begin = len(processes_of(killed.token)), time.monotonic()
     killed.assert_nothing_is_left()
+    kills.add(f"{moment:.3f} s", processes=processes, left=0, ended_after_s=round(time.monotonic() - begin, 3))
 
 
 @pytest.mark.slow
