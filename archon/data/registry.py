@@ -21,6 +21,7 @@ from archon.data.encoding import TurnOptions, tokenizer_identity
 from archon.data.environments import EnvironmentName, environment_function, parse_environment
 from archon.data.formats import ENCODED
 from archon.data.images import ImageReader
+from archon.data.labeled_answers import labeled_dataset
 from archon.data.mapping import encoded_rows, rl_dataset, sft_dataset
 from archon.data.rows import RowDataset, row_fingerprint
 from archon.data.sources import SourceRow, has_column, has_subsets, local_files, open_rows
@@ -29,7 +30,7 @@ from archon.schema.errors import DatasetError, TokenizerError
 from archon.schema.registry import NamedObjects
 from archon.schema.user_code import user_code
 
-DatasetKind = Literal["rl", "sft", "dpo", "rw"]
+DatasetKind = Literal["rl", "sft", "dpo", "rw", "kto"]
 Loader: TypeAlias = Callable[..., Iterable[Mapping[str, Any]]]
 
 _HH_RLHF: dict[str, Loader] = {"dpo": pairs.get_hh_rlhf_dpo_dataset, "rw": pairs.get_hh_rlhf_rw_dataset}
@@ -171,7 +172,7 @@ def get_custom_dataset(
         path: a name of `VALID_DATASETS`, or a source of `open_rows`: a file, a pattern of files, a folder, a hub id, a
             function; or an environment's name, for example `reasoning_gym:leg_counting`.
         kind: "rl" rows have `messages`, `prompt`, `answer`; "sft" rows `input_ids`, `loss_mask`; "dpo" and "rw" rows
-            ids and masks of a chosen and a rejected answer.
+            ids and masks of a chosen and a rejected answer; "kto" rows of one answer, with `label`.
         split: "train" or "test" for the named datasets.
         tokenizer: required except for "rl" without `max_length`.
         prompt_key: column with the prompt: a string, or a list of messages; a dotted key for a nested column. With the
@@ -234,6 +235,9 @@ def get_custom_dataset(
     if kind in ("dpo", "rw"):
         key = None if response_key is None else prompt_key
         encoded = pairs.pair_dataset(source, name, prompt_key=key, margins=kind == "rw", **shared)
+        return replace(encoded, source_fingerprint=row_fingerprint(source, key=lambda row: row.data))
+    if kind == "kto":
+        encoded = labeled_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
         return replace(encoded, source_fingerprint=row_fingerprint(source, key=lambda row: row.data))
     if kind == "sft":
         encoded = sft_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)

@@ -25,7 +25,7 @@ from archon.training.preference_losses import (
     DEFAULT_GAMMA,
     DEFAULT_NLL_COEF,
     REFERENCE_FREE,
-    PairLoss,
+    PreferenceLoss,
 )
 
 
@@ -112,12 +112,14 @@ class SFTConfig(StrictModel):
 class PreferenceConfig(SFTConfig):
     """Preference training on pairs of answers."""
 
-    loss: PairLoss = Field("dpo", description="reward trains a reward model; the others train a policy")
+    loss: PreferenceLoss = Field(
+        "dpo", description="reward trains a reward model, the others a policy; kto needs labels, not pairs"
+    )
     beta: float | None = Field(
         None,
         gt=0,
-        description="β: strength of the KL constraint (dpo, ipo), scale of the margin (cpo, simpo), or weight of the "
-        "odds ratio (orpo); null: 0.1, and 2 for simpo",
+        description="β: strength of the KL constraint (dpo, ipo, kto), scale of the margin (cpo, simpo), or weight of "
+        "the odds ratio (orpo); null: 0.1, and 2 for simpo",
     )
     gamma: float | None = Field(
         None, ge=0, description=f"target margin of simpo, in units of β times log-probability; null: {DEFAULT_GAMMA}"
@@ -128,16 +130,19 @@ class PreferenceConfig(SFTConfig):
         description="weight of the negative log-likelihood of chosen answers, averaged over tokens; null: 1 for cpo "
         "and orpo, else 0",
     )
+    desirable_weight: float | None = Field(None, gt=0, description="weight of kto's desirable answers; null: 1")
+    undesirable_weight: float | None = Field(None, gt=0, description="weight of kto's undesirable answers; null: 1")
     ref: dict[str, Any] | None = Field(
         None,
-        description="reference model of dpo and ipo: fields that differ from the model, such as path; null: the "
+        description="reference model of dpo, ipo and kto: fields that differ from the model, such as path; null: the "
         "initial model",
     )
 
     @property
     def data_kind(self) -> DatasetKind:
         """Kind of the rows of `train_data` and `eval_data`."""
-        return "rw" if self.loss == "reward" else "dpo"
+        kinds: dict[str, DatasetKind] = {"reward": "rw", "kto": "kto"}
+        return kinds.get(self.loss, "dpo")
 
     @property
     def resolved_beta(self) -> float:
@@ -171,6 +176,15 @@ class PreferenceConfig(SFTConfig):
             raise ValueError(f"gamma is {self.gamma}, which only loss simpo uses, but loss is {self.loss}; remove it")
         if self.nll_coef is not None and self.loss == "reward":
             raise ValueError(f"nll_coef is {self.nll_coef}, but a reward model has no likelihood; remove it")
+        if self.nll_coef is not None and self.loss == "kto":
+            raise ValueError(f"nll_coef is {self.nll_coef}, but rows of loss kto have no chosen answers; remove it")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if self.loss != "kto" and getattr(self, name) is not None:
+                raise ValueError(f"{name} is set, which only loss kto uses, but loss is {self.loss}; remove it")
+        if self.loss == "kto" and self.batch_size < 2:
+            raise ValueError(
+                "batch_size is 1, but loss kto pairs a prompt with the answer of another row; set it to 2 or more"
+            )
         if self.loss == "reward" and self.model.lora is not None:
             raise ValueError("loss reward trains a value head, which LoRA files cannot hold; set model.lora to null")
         if self.loss != "reward" and self.model.is_critic:

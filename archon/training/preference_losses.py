@@ -10,11 +10,13 @@ from torch import Tensor
 
 PairLoss = Literal["dpo", "ipo", "cpo", "simpo", "orpo", "reward"]
 
+PreferenceLoss = Literal["dpo", "ipo", "cpo", "simpo", "orpo", "kto", "reward"]
+
 REFERENCE_FREE = ("cpo", "simpo", "orpo", "reward")
 """Losses without a reference model."""
 LENGTH_NORMALIZED = ("simpo", "orpo")
 """Losses of the mean log-probability of an answer's tokens, not of their sum."""
-DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "cpo": 0.1, "simpo": 2.0, "orpo": 0.1}
+DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "cpo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1}
 """β of each paper's experiments."""
 DEFAULT_NLL_COEF = {"cpo": 1.0, "orpo": 1.0}
 """Weight of the negative log-likelihood of chosen answers; 0 for the other losses."""
@@ -55,6 +57,26 @@ def preference_loss(
     if kind == "reward":
         return -F.logsigmoid(difference if margin is None else difference - margin)
     return -F.logsigmoid(beta * difference - (gamma if kind == "simpo" else 0.0))
+
+
+def kto_loss(
+    values: Tensor, mismatched: Tensor, labels: Tensor, beta: float, desirable: float = 1.0, undesirable: float = 1.0
+) -> Tensor:
+    """Return KTO's loss of each answer, [A] (Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8).
+
+    λ_D·(1 − σ(β(v − z))) for a desirable answer and λ_U·(1 − σ(β(z − v))) for an undesirable one. The reference point
+    z = max(0, mean of `mismatched`) estimates KL(π ‖ π_ref) of the batch and has no gradient.
+
+    Args:
+        values: v, log-ratio of each answer to the reference, [A].
+        mismatched: log-ratio of another row's answer to each prompt, [A].
+        labels: whether each answer is desirable, bool [A].
+        beta: β.
+        desirable: λ_D.
+        undesirable: λ_U.
+    """
+    margin = beta * (values - mismatched.detach().mean().clamp(min=0))
+    return torch.where(labels, desirable * torch.sigmoid(-margin), undesirable * torch.sigmoid(margin))
 
 
 def log1mexp(x: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 } | OTHERS
 """Every policy loss with every aggregation; every advantage, correction and place of the KL; `gae` with a critic."""
 
-PREFERENCES = ("dpo", "ipo", "cpo", "simpo", "orpo", "reward")
+PREFERENCES = ("dpo", "ipo", "cpo", "simpo", "orpo", "kto", "reward")
+PAIR_LOSSES = tuple(loss for loss in PREFERENCES if loss != "kto")
 
 Found = dict[str, Tensor]
 """Numbers and gradients by name."""
@@ -239,7 +240,7 @@ def of_preference(
     model = {"path": path, "device": "cpu", "init_from_scratch": True, "dtype": "float64", "optimizer": optimizer}
     model |= {"layout": layout, "max_tokens_per_mb": max_tokens_per_mb, "seed": 1}
     run = {"run_dir": "unused", "total_steps": 1, "batch_size": 9, "train_data": {"path": pairs}, "loss": loss}
-    if loss in ("dpo", "ipo"):
+    if loss in ("dpo", "ipo", "kto"):
         run["ref"] = model | {"seed": 2}
     trainer = opened(PreferenceConfig.parse(run | {"model": model}))
     plain = trainer._pairs

@@ -13,7 +13,7 @@ from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.objective import ValueObjective
 from archon.training.preference_losses import preference_loss
 from tests.rl.formulas import documents, plain_correction
-from tests.rl.objectives import PREFERENCES
+from tests.rl.objectives import PAIR_LOSSES
 from tests.tolerances import FORMULA_FP64
 
 
@@ -51,7 +51,7 @@ def test_correction_equals_plain_loop(correction: str) -> None:
         assert touched[row][trained].tolist() == [beyond for _, beyond in expected]
 
 
-@pytest.mark.parametrize("kind", PREFERENCES)
+@pytest.mark.parametrize("kind", PAIR_LOSSES)
 def test_preference_loss_equals_plain_loop(kind: Any) -> None:
     chosen, rejected = -torch.rand(2, 20, dtype=torch.float64) * 4 - 0.01
     margins = torch.randn(20, dtype=torch.float64)

@@ -275,4 +275,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "near = x > 1",
         (PREFERENCE,),
     ),
+    Mutant(
+        "KTO's reference point may be negative",
+        "archon/training/preference_losses.py",
+        "mismatched.detach().mean().clamp(min=0)",
+        "mismatched.detach().mean()",
+        ("tests/rl/test_kto.py",),
+    ),
+    Mutant(
+        "KTO trains the mismatched answers too",
+        "archon/training/preference.py",
+        'batch, loss = take_rows(batch, [*range(0, len(batch["loss_mask"]), 2)]), WeightedSum(documents_per_unit=1)',
+        "pass",
+        ("tests/rl/test_kto.py",),
+    ),
+    Mutant(
+        "a mismatched answer follows its own prompt",
+        "archon/training/preference.py",
+        "before = [rows[-1], *rows[:-1]]",
+        "before = [*rows]",
+        ("tests/rl/test_kto.py",),
+    ),
 )
