@@ -64,6 +64,8 @@ def test_gradient_is_that_of_the_loss_written_out(blank: Path, tmp_path: Path, m
     rows = trainer.loader.next_batch()
     trainer.loader.load_state_dict(trainer.loader.state_dict() | {"cursor": 0})
     batch = trainer._pairs(rows)
+    mismatched = [mismatch(row, rows[number - 1]) for number, row in enumerate(rows)]
+    assert trainer._documents(rows)[1::2] == mismatched and trainer._documents(rows)[::2] == rows
 
     def ratio(row: int) -> torch.Tensor:
         return plain_number(trainer.engine, batch, row) - plain_number(trainer.reference, batch, row).detach()  # type: ignore[arg-type]
