@@ -124,6 +124,8 @@ def check_loras(
     """
     _check_dropout(config, layout, adapter, sizes)
     for matrices in sizes.values():
+        if config.fp8 != "none" and any(size.dora for size in matrices.values()):
+            raise ConfigError(f"fp8 is {config.fp8}, and DoRA of FP8 matmuls is not supported; set fp8 to none")
         for matrix, size in matrices.items():
             if size.dora and matrix.startswith(VISION_PREFIX):  # its parameters have one FSDP group, of one dtype
                 raise ConfigError(

@@ -617,7 +617,6 @@ def _fp8_cases(fp8: str) -> tuple[Case, ...]:
         _case("d2", "fp8", "blocks of two kinds", compile=True, fp8=f"{fp8}_inner"),
         _case("t2", "fp8", "the frozen base alone is in 8 bits", fp8=fp8, **LORA),
         _case("d2", "fp8", fp8=fp8, **LORA, **NARROW_BASE),
-        _case("t2", "fp8", fp8=fp8, **DORA),
         _case("d2", "fp8_moe", fp8=fp8),
         _case("t2", "fp8_moe_tied", fp8=fp8),
         _case("d2e2", "fp8_moe", "rows of several ranks", router_aux_loss_coef=0.1, fp8=fp8),

@@ -267,6 +267,8 @@ def test_dora_that_peft_lacks_or_a_generator_cannot_serve_is_refused(folder: tup
     generator = build_inprocess_engine(engine, None, weights="auto", max_slots=2, max_seq_len=64)
     with pytest.raises(RolloutError, match=r"the LoRA has DoRA magnitudes, .* merge it with archon export --merge"):
         generator.load_lora("x", read_lora_weights(lora, engine.adapter, base))
+    with pytest.raises(ConfigError, match="fp8 is rowwise, and DoRA of FP8 matmuls is not supported; set fp8 to none"):
+        engine_of(base, lora=DORA, fp8="rowwise")
     seeing = base_of("qwen3_vl", tmp_path / "seeing")
     with pytest.raises(ConfigError, match="DoRA of a vision encoder is not supported; leave it out of targets"):
         engine_of(seeing, lora=DORA | {"targets": ["visual.blocks.0.attn.qkv"]})
