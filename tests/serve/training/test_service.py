@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
@@ -18,7 +19,6 @@ import torch
 from tests.serve.training.conftest import ROOT, Connect, running
 from tests.serve.training.data import datum, rows
 from tests.serve.training.test_numbers import adam, downloaded, largest_difference, saved_weights
-from tests.test_readme import shown
 
 pytestmark = pytest.mark.xdist_group("training_service")
 tinker = pytest.importorskip("tinker")
@@ -114,7 +114,9 @@ def test_the_calls_of_a_session(base: Path, connect: Connect, url: str, tmp_path
 
 def test_your_own_tinker_in_ten_lines(base: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "archon" / "serve" / "TRAINING.md"
-    code = shown("your-own-tinker", page)
+    found = re.search(r"<!-- test: your-own-tinker -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert found is not None
+    code = found[1]
     assert len([line for line in code.splitlines() if line]) <= 12
     code = code.replace("http://127.0.0.1:8000", url).replace("path/to/checkpoint", str(base))
     exec(compile(code, str(page), "exec"), {})
