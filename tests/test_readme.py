@@ -166,14 +166,10 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-PAGES = sorted(
-    ROOT / name for name in subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).splitlines()
-)
-
-
 def test_every_file_section_and_recipe_that_the_pages_name_is_there() -> None:
     missing = []
-    for page in PAGES:
+    pages = subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).splitlines()
+    for page in map(ROOT.joinpath, pages):
         text = page.read_text()
         made_there = re.findall(r"--output (\S+)", text)
         for path, fragment in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text):

@@ -63,8 +63,11 @@ def test_processes_that_cannot_join(variables: dict[str, str], reason: str):
     assert f"archon: {reason}" in done.stderr
 
 
-def test_a_command_that_compiles_nothing_leaves_no_folder_for_compiled_code(checkpoint: Path, tmp_path: Path):
-    """`import torch._dynamo` creates it."""
+def test_a_command_that_compiles_nothing_leaves_no_folder_for_compiled_code(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`import torch._dynamo` creates it, and names it in the environment: here too."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     arguments = ["generate", str(checkpoint), "--prompt", "1+1=", "max_new_tokens=1", "device=cpu"]
     (temporary := tmp_path / "temporary").mkdir()
     done = python(f"from archon.cli import main; main({arguments})", TMPDIR=str(temporary))
