@@ -58,8 +58,12 @@ def resolve_layout(
     def broken_rule(candidate: ParallelLayout) -> str | None:
         return find_violation(candidate, sizes, config.pipeline, config.context_parallel)
 
+    def fits(candidate: ParallelLayout) -> bool:
+        has_stages = candidate.pp > 1 or config.pipeline.layers_per_stage is None
+        return has_stages and broken_rule(candidate) is None
+
     if rule := broken_rule(layout):
-        near = nearest_layouts(layout, layout.world_size, fits=lambda candidate: broken_rule(candidate) is None)
+        near = nearest_layouts(layout, layout.world_size, fits=fits)
         raise LayoutError(
             f"layout {layout}: {rule}; nearest layouts that this model fits: {', '.join(map(str, near)) or 'none'}"
         )

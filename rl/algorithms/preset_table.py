@@ -74,7 +74,7 @@ def text_table() -> str:
 
 def markdown_table() -> str:
     """Return the table in Markdown; rl/README.md holds it."""
-    lines = [HEADER._asdict(), dict.fromkeys(HEADER._fields, "---")]
+    lines = [header := HEADER._asdict(), dict.fromkeys(header, "---")]
     lines += [
         row._asdict() | {"name": f"`{row.name}`", "settings": f"`{row.settings}`" if row.settings else ""}
         for row in preset_rows()

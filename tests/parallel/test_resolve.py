@@ -45,7 +45,7 @@ def config(layout: str, **options: Any) -> EngineConfig:
         ("c4t4", DENSE, {"context_parallel": "ulysses"}, "cp = 4 does not divide the 2 heads of a rank"),
         ("p8", DENSE, {}, "p = 8 with schedule 1f1b has 8 stages, and the model 4 layers"),
         ("p4", DENSE, {"pipeline": PipelineConfig(schedule="zbv")}, "p = 4 with schedule zbv has 8 stages"),
-        ("p2", DENSE, {"pipeline": PipelineConfig(layers_per_stage=[1, 2])}, "expected 2 numbers of at least 1"),
+        ("p4", DENSE, {"pipeline": PipelineConfig(layers_per_stage=[2, 2])}, "expected 4 numbers of at least 1"),
     ],
 )
 def test_a_broken_rule_is_named_with_neighbours_that_fit(
