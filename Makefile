@@ -20,7 +20,7 @@ GPU_RECORD := benchmarks/records/gpu.jsonl
 help:
 	@echo "make demo       a small Qwen3 learns addition by RL, on the CPU"
 	@echo "make demo-real  SmolLM2-135M-Instruct, a pretrained model, learns two-digit sums, on the CPU"
-	@echo "make test       a sample of the tests that take less than 5 s; all of them with SAMPLE=1"
+	@echo "make test       a sample of the tests that take less than 4 s; all of them with SAMPLE=1"
 	@echo "make test-real  tests on SmolLM2-135M-Instruct, a pretrained model"
 	@echo "make test-vllm  RL with vLLM (CPU build) as rollout server; installs it first, 3.5 GB"
 	@echo "make test-hosts  a run over two network namespaces that act as hosts; needs root"

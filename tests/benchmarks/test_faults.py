@@ -141,6 +141,7 @@ def test_an_event_may_take_its_own_time_two_time_outs_and_what_it_costs() -> Non
     assert all(pace.limit(kind, 2.0) < 150 for kind in ALL_KINDS)
 
 
+@pytest.mark.slow
 def test_a_busy_machine_is_seen_to_be_slow() -> None:
     started, spin = time.monotonic(), [sys.executable, "-c", "while True: pass"]
     with Slowdown() as slowdown:

@@ -119,6 +119,7 @@ def test_a_lora_names_the_hub_id_and_the_revision_of_its_base(archon, checkpoint
     assert load_model(tmp_path / "merged").args == load_model(checkpoint).args
 
 
+@pytest.mark.slow
 def test_a_lora_is_named_by_its_hub_id_too(archon, checkpoint, cache, tmp_path) -> None:
     fill(cache, "datasets/org/sums", DATASET)
     options = ("train_data.path=org/sums", "model.device=cpu", "batch_size=2", "total_steps=1", "tokenizer=Org/Other")
@@ -180,6 +181,7 @@ def test_only_the_files_that_a_command_reads_are_downloaded(checkpoint, cache, m
             load_model("org/absent")
 
 
+@pytest.mark.slow
 def test_a_dataset_is_downloaded_once(tmp_path) -> None:
     files = DATASET | {"data/test-00000-of-00001.jsonl": LINES * 2}
     program = "from archon.data import read_rows; print([row.data for row in read_rows('org/sums@v1')])"

@@ -50,6 +50,7 @@ ROWS: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [CHATML, THINKING, None], ids=["chatml", "thinking", "plain"])
 @pytest.mark.parametrize("kind", ROWS)
 def test_random_rows_are_read_or_refused(kind: Any, template: str | None, tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ def test_checkpoint_holds_every_tensor_once_and_reads_as_one_process_would(layou
     assert whole <= written <= whole + 200_000  # and headers
 
 
+@pytest.mark.slow
 def test_asynchronous_save_is_that_of_its_moment(layouts: Layouts) -> None:
     saved, state = layouts.save(D2T2, asynchronous=True)
     assert state == layouts.save(D2T2)[1]

@@ -133,6 +133,7 @@ def test_a_rank_with_an_error_of_its_own_has_the_last_word(
     assert not list(tmp_path.glob("archon-launch-*"))
 
 
+@pytest.mark.slow
 def test_all_ranks_are_started_again(launcher: None, capfd: pytest.CaptureFixture[str]) -> None:
     code = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    os.kill(os.getpid(), 9)\nprint('again', rank)"
     assert start(code, max_restarts=1) == 0

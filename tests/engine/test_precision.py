@@ -276,6 +276,7 @@ def test_compiled_blocks_give_the_same_gradients_without_recompiling_for_ragged_
     check_compiled(compiled_engine(tmp_path, monkeypatch, "aot_eager", dtype, policy), plain)
 
 
+@pytest.mark.slow
 def test_sizes_that_only_the_first_batch_has_in_common_are_not_compiled_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

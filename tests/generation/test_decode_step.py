@@ -74,6 +74,7 @@ def test_answers_of_every_family(name: str) -> None:
     both(model, requests, page_size=4, max_slots=5, prefill_tokens=11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text", "deepseek_v3"])
 @pytest.mark.parametrize("max_slots", [3, 12])
 def test_preemption_and_forks(family: str, max_slots: int) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from archon.rl import RLTrainer
 from archon.rl.modes import make_trainer
 from archon.training.metrics import read_jsonl
 from tests.lora.tiny import rl_run
 
 
+@pytest.mark.slow
 def test_checkpoints_of_adapters_are_evaluated_as_the_run_itself_did(checkpoint: Path, tmp_path: Path) -> None:
     held_out = {"eval_data": {"path": "arithmetic", "split": "test"}, "checkpoint": {"every": 2, "keep": 9}}
     held_out["evaluation"] = {"every": 2, "max_prompts": 20, "greedy": False}

@@ -98,6 +98,7 @@ def test_weighted_loss_and_gradients_equal_the_formula(temperature: float | Tens
         assert relative_error(ours, theirs) <= FORMULA_FP64
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_tiling")
 def test_gradcheck() -> None:
     head, hidden, labels = case()

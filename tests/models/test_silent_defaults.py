@@ -9,6 +9,7 @@ from archon.tools.check.family import REFERENCES
 from archon.tools.check.silent_defaults import field_outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_counts_as_in_transformers_or_is_rejected(family: str) -> None:
     outcomes, wrong = field_outcomes(family, "transformers 5", REFERENCES.get(family))

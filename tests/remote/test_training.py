@@ -142,6 +142,7 @@ def test_asynchronous_answers_go_on_over_pushes_and_are_never_too_old(rl_config:
         assert trainer.generator.stats.lost == 0 and 0 < metrics["rollout/overlap"] <= 1
 
 
+@pytest.mark.slow
 def test_answers_are_sampled_while_the_policy_is_trained(rl_config: MakeConfig, twin: MakeTwin) -> None:
     """Both take equally long: with two versions ahead hardly any of the generation is waited for."""
     seconds, server = 0.3, twin()

@@ -39,6 +39,7 @@ def trainer(rl_config: Callable[..., RLConfig], monkeypatch: pytest.MonkeyPatch)
     return make
 
 
+@pytest.mark.slow
 def test_an_override_samples_as_if_nothing_was_asked_and_says_so_once_a_field(
     trainer: Callable[..., RLTrainer], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_signal_while_a_batch_is_scored_lets_its_step_end(
     assert_bitwise_equal_runs(config, whole_scored)
 
 
+@pytest.mark.slow
 def test_a_signal_while_an_agent_reads_a_stream_and_the_resumed_run_trains_each_prompt_exactly_once(
     rl_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_signal_while_rollouts_run_ahead_and_the_resumed_run_trains_each_promp
     assert_each_prompt_trained_once(config, ahead=6)
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_multi_turn_run_and_the_resumed_one_trains_each_prompt_exactly_once(
     rl_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_preferences(model: dict[str, Any], tmp_path: Path) -> None:
     assert load_model(tmp_path / "run" / "export", is_critic=True).score is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", [count_digits, digits_of_lists, "tests.rl.rewards_for_tests.count_digits"])
 def test_rl_with_a_function_as_reward(model: dict[str, Any], tmp_path: Path, reward: Any) -> None:
     prompts = [{"prompt": row["prompt"], "level": 1} for row in SUMS]

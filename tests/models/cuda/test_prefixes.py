@@ -78,6 +78,7 @@ def test_contexts_are_selected_and_merged(
         torch.testing.assert_close(x.double(), reference, rtol=tolerance, atol=2 * tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 45])
 def test_attention_over_a_tree_of_contexts(

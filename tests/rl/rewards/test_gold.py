@@ -32,6 +32,7 @@ def test_gold_rows_are_spread_over_the_whole_set() -> None:
     assert verify_gold("gsm8k", rows, 10) == 10
 
 
+@pytest.mark.slow
 async def test_a_gold_answer_that_scores_less_than_one_stops_the_run() -> None:
     message = r"row 0 \('3'\) scores 0.5 instead of 1.0 with the reward .*half"
     with AsyncRewardWrapper(half) as reward, pytest.raises(RewardError, match=message):

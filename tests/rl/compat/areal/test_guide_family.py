@@ -137,6 +137,7 @@ def train(name: str, package: str, folder: str, layout: str, out: str, dtype: st
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [(), (READ, WRITE)], ids=["renamed", "scaled"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_family_of_the_guide_trains_in_every_layout_as_on_one_process(
