@@ -15,7 +15,7 @@ CUDA_RECORD := benchmarks/records/cuda_traced.jsonl
 GPU_RECORD := benchmarks/records/gpu.jsonl
 
 .PHONY: help setup demo demo-real test test-slow test-real test-vllm test-hosts test-cuda-traced test-gpu test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak test-faults \
-	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
+	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint docs format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by RL, on the CPU"
@@ -42,6 +42,7 @@ help:
 	@echo "make test-mutants  mutation tests: does a test catch each planted mistake? with the record"
 	@echo "make upgrade-check  which symbols break with the newest torch, transformers and others? in a scratch environment"
 	@echo "make lint       ruff, mypy, import contracts, spelling, dead code"
+	@echo "make docs       the documentation as a site, in site/; a broken link or a page without a place fails"
 	@echo "make bench      the benchmarks next to their peers, with the records"
 
 setup:
@@ -145,6 +146,10 @@ lint: setup
 	.venv/bin/lint-imports
 	.venv/bin/codespell
 	.venv/bin/vulture
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
+	@echo "open site/index.html, or: .venv/bin/mkdocs serve"
 
 format: setup
 	.venv/bin/ruff check --fix .

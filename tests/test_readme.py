@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import os
 import re
@@ -24,11 +25,19 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 
 
-def shown(name: str, page: Path = README, language: str = "python") -> str:
-    """The block behind `<!-- test: name -->`."""
-    found = re.search(rf"<!-- test: {name} -->\n```{language}\n(.*?)```", page.read_text(), re.DOTALL)
-    assert found, f"{page} shows no block named {name}"
-    return found[1]
+def shown(name: str, language: str = "python") -> str:
+    """The block behind `<!-- test: name -->`, of whichever page has it."""
+    block = re.compile(rf"<!-- test: {name} -->\n```{language}\n(.*?)```", re.DOTALL)
+    blocks = [text for page in markdown_pages() for text in block.findall(page.read_text())]
+    assert len(blocks) == 1, f"{len(blocks)} pages show a {language} block named {name}"
+    return blocks[0]
+
+
+@functools.cache
+def markdown_pages() -> tuple[Path, ...]:
+    """The README, the guides of the packages and the pages of docs/."""
+    folders = ("", "archon", "models", "parallel", "rl", "docs", "docs/*")
+    return tuple(page for folder in folders for page in sorted(ROOT.glob(f"{folder}/*.md" if folder else "*.md")))
 
 
 def test_the_plain_loop_trains_a_checkpoint_that_transformers_loads(
@@ -76,7 +85,7 @@ def test_a_layout_is_chosen_checked_and_trained_with_from_a_folder_without_weigh
     (tmp_path / "blank").rename(tmp_path / "model")
     programs = {"archon": ["archon"], "torchrun": ["torch.distributed.run", "--standalone"]}
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for line in shown("choose-check-train", ROOT / "archon" / "README.md", "bash").splitlines():
+    for line in shown("choose-check-train", "bash").splitlines():
         program, *arguments = shlex.split(line, comments=True)
         done = subprocess.run(
             [sys.executable, "-m", *programs[program], *arguments],
@@ -98,7 +107,7 @@ def test_a_layout_is_chosen_checked_and_trained_with_from_a_folder_without_weigh
 def test_the_reward_of_the_rl_guide_scores_through_the_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from archon.rl import AsyncRewardWrapper
 
-    (tmp_path / "guide_rewards.py").write_text(shown("reward", ROOT / "rl" / "README.md"))
+    (tmp_path / "guide_rewards.py").write_text(shown("reward"))
     monkeypatch.syspath_prepend(tmp_path)
 
     with AsyncRewardWrapper("guide_rewards.close_enough", max_workers=1) as reward:
@@ -117,7 +126,7 @@ def test_the_workflow_of_the_rl_guide_returns_trajectories_that_are_accepted() -
     from archon.training.config import TokenizerRecipe
 
     names: dict[str, object] = {}
-    exec(compile(shown("workflow", ROOT / "rl" / "README.md"), "rl/README.md", "exec"), names)
+    exec(compile(shown("workflow"), "guide", "exec"), names)
     tokenizer = make_tokenizer(TokenizerRecipe(kind="characters", alphabet="0123456789+=", chat_template="plain"))
     args = Qwen3ModelArgs(
         dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=16, vocab_size=len(tokenizer)
@@ -138,10 +147,10 @@ def test_the_workflow_of_the_rl_guide_returns_trajectories_that_are_accepted() -
 
 @pytest.mark.slow
 def test_the_family_of_the_models_guide_is_installed_listed_and_passes_its_contracts(tmp_path: Path) -> None:
-    guide, site = ROOT / "models" / "README.md", tmp_path / "site"
-    (tmp_path / "pyproject.toml").write_text(shown("own-package-project", guide, "toml"))
-    (tmp_path / "my_llama.py").write_text(shown("own-package-family", guide))
-    install, listing, check = shown("own-package-commands", guide, "bash").splitlines()
+    site = tmp_path / "site"
+    (tmp_path / "pyproject.toml").write_text(shown("own-package-project", "toml"))
+    (tmp_path / "my_llama.py").write_text(shown("own-package-family"))
+    install, listing, check = shown("own-package-commands", "bash").splitlines()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
 
     def run(line: str, *further: str) -> str:

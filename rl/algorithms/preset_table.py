@@ -73,7 +73,7 @@ def text_table() -> str:
 
 
 def markdown_table() -> str:
-    """Return the table in Markdown; rl/README.md holds it."""
+    """Return the table in Markdown; docs/tasks/rl.md holds it."""
     lines = [header := HEADER._asdict(), dict.fromkeys(header, "---")]
     lines += [
         row._asdict() | {"name": f"`{row.name}`", "settings": f"`{row.settings}`" if row.settings else ""}

@@ -208,7 +208,7 @@ class AsyncRewardWrapper:
         if {"solution_str", "ground_truth"} <= set(self._parameters):
             raise RewardError(
                 f"reward function {self.name} takes veRL's arguments ({', '.join(self._parameters)}); wrap it as shown "
-                "in rl/README.md, section Write a reward"
+                "in docs/tasks/rewards.md"
             )
         try:
             if self._signature is not None:  # else the first call fails

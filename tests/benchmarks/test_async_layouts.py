@@ -43,7 +43,7 @@ def test_the_guide_says_what_the_record_says() -> None:
         f"from {before} to {after}, these runs to between {lowest} and {highest}, and shuffled rewards to "
         f"{control['reward_after']:.3f}"
     )
-    assert said in " ".join((ROOT / "rl" / "README.md").read_text().split())
+    assert said in " ".join((ROOT / "docs" / "tasks" / "asynchronous.md").read_text().split())
 
 
 def test_no_two_numbers_are_trained_on_and_held_out() -> None:

@@ -417,7 +417,7 @@ def test_the_lines_of_the_guide_run(base: Path, root: Path, tmp_path: Path) -> N
     (tmp_path / "adapters").symlink_to(root)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    guide = (ROOT / "archon" / "serve" / "README.md").read_text()
+    guide = (ROOT / "docs" / "tasks" / "serve.md").read_text()
     lines = re.findall(r"<!-- test: serve-adapters -->\n```bash\n(.*?)```", guide, re.DOTALL)[0]
     serve, *asks = lines.replace("8123", port).replace("\\\n", " ").strip().splitlines()
     command = [sys.executable, "-m", *shlex.split(serve)]

@@ -1,4 +1,4 @@
-"""archon/DEBUGGING.md: its commands run, and say what the page says they do."""
+"""docs/tasks/debug.md: its commands run, and say what the page says they do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from archon.schema.config import EngineConfig
 from tests.distributed.cases import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "archon" / "DEBUGGING.md"
+PAGE = ROOT / "docs" / "tasks" / "debug.md"
 TESTED = ["collectives: correct in every group", "replicas after a step: bitwise equal"]
 TOLD = {"hangs": TESTED, "memory": ["parameters", "2 × h100-80gb", "rank 3 of 4"], "communication": TESTED}
 

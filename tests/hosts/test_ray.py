@@ -34,7 +34,7 @@ FAR = '{"far": 8}'
 @pytest.fixture
 def guide() -> list[str]:
     """The guide's commands: to start the head, to start a node, to run."""
-    lines = shown("ray", ROOT / "rl" / "README.md", "bash").replace("\\\n", "").splitlines()
+    lines = shown("ray", "bash").replace("\\\n", "").splitlines()
     return [line for line in lines if not line.startswith("#")]
 
 

@@ -1,4 +1,4 @@
-"""archon/LORA.md: its commands and programs run in the order of the page, with small numbers of steps."""
+"""docs/tasks/lora.md: its commands and programs run in the order of the page, with small numbers of steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cli.conftest import Outcome, archon
 
 __all__ = ["archon"]  # pytest finds fixtures by their names here
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "archon" / "LORA.md"
+PAGE = ROOT / "docs" / "tasks" / "lora.md"
 SMALLER = {
     "bootstrap": ("warmup.total_steps=20", "warmup.target=null", "warmup.batch_size=16"),
     "sft": ("batch_size=8",),

@@ -252,7 +252,7 @@ def test_without_slurm_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_the_command_of_the_guide_trains_on_jobs_of_slurm(slurm: Path, blank: Path, tmp_path: Path) -> None:
-    lines = shown("slurm", ROOT / "rl" / "README.md", "bash").replace("\\\n", "").replace("/shared/me", str(tmp_path))
+    lines = shown("slurm", "bash").replace("\\\n", "").replace("/shared/me", str(tmp_path))
     program, *arguments = shlex.split(lines.replace("vllm, count: 8", "archon, count: 2, args: [device=cpu]"))
     run = small_run(blank, tmp_path / "run") | {"generator": None, "total_steps": 2}
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(run))

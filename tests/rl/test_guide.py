@@ -23,15 +23,16 @@ from archon.rl.rewards import RewardRaised
 from archon.schema.errors import ConfigError, DatasetError
 from archon.schema.lazy import import_dotted
 from archon.serve import AgentServer
-from archon.training.config import TokenizerRecipe
+from archon.training.config import PreferenceConfig, SFTConfig, TokenizerRecipe
 from archon.training.metrics import read_jsonl
 from tests.rl.written import assert_each_prompt_trained_once
 from tests.serve.scripted import Scripted
 from tests.small_qwen3 import small_model
 from tests.test_readme import shown
 
-GUIDE = Path(__file__).parents[2] / "rl" / "README.md"
-BLOCKS = re.findall(r"<!-- test: (\S+) -->\n```(\w+)", GUIDE.read_text())
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / "tasks" / f"{name}.md" for name in ("agents", "ray", "rewards", "rl", "servers", "slurm", "workflows")]
+BLOCKS = [block for page in PAGES for block in re.findall(r"<!-- test: (\S+) -->\n```(\w+)", page.read_text())]
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(block: str) -> str:
-        (tmp_path / f"guide_{block}.py").write_text(shown(block, GUIDE))
+        (tmp_path / f"guide_{block}.py").write_text(shown(block))
         return f"guide_{block}"
 
     return make
@@ -48,7 +49,7 @@ def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 @pytest.mark.parametrize(("block", "language"), BLOCKS)
 def test_every_example_is_short(block: str, language: str) -> None:
-    assert len(shown(block, GUIDE, language).strip().splitlines()) < 25
+    assert len(shown(block, language).strip().splitlines()) < 25
 
 
 def test_a_run_trains_with_the_advantage_and_the_dataset_of_the_guide(
@@ -121,7 +122,7 @@ def judged_by(generator: Any, speaker: Any, monkeypatch: pytest.MonkeyPatch) -> 
         server = AgentServer(speaker, generator, GenerationHyperparameters(max_new_tokens=8))
         monkeypatch.setenv("JUDGE_URL", await server.start())
         names: dict[str, Any] = {"__name__": "guide"}
-        exec(compile(shown("judge", GUIDE), "rl/README.md", "exec"), names)
+        exec(compile(shown("judge"), "guide", "exec"), names)
         with AsyncRewardWrapper(names["judged"]) as reward:
             calls = [reward("1+1=", text, [1], [2], answer="2") for text in ("2", "3")]
             try:
@@ -147,18 +148,25 @@ def test_a_judge_that_gives_no_verdict_costs_the_sample(speaker: Any, monkeypatc
         assert isinstance(outcome, RewardRaised) and "the judge said" in str(outcome)
 
 
-def names_of_archon() -> list[str]:
-    """What is between backticks in the second column of the tables of names."""
-    moving = re.findall(r"^## Migrating from .*?(?=^## )", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(moving) == 2
-    rows = [line.split("|")[2] for section in moving for line in section.splitlines() if line.startswith("| ")]
-    return [name for row in rows[1:] for name in re.findall(r"`([^`]+)`", row)]
+def names_of_archon() -> set[str]:
+    """Code in the second column of the tables of the pages about moving."""
+    table = re.compile(r"^\| [^|]+ \| archon \|\n\|---\|---\|\n((?:\|.*\n)+)", re.MULTILINE)
+    tables = [rows for page in DOCS.glob("moving/*.md") for rows in table.findall(page.read_text())]
+    assert len(tables) == 5
+    cells = [line.split("|")[2] for rows in tables for line in rows.splitlines()]
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
-@pytest.mark.parametrize("name", sorted(set(names_of_archon())))
-def test_every_name_to_move_over_to_exists(name: str) -> None:
-    """Either it imports, or it is a key of the configuration."""
+@pytest.fixture(scope="module")
+def config_keys() -> set[str]:
+    """The keys of all training commands."""
+    return {f"{leaf}." for config in (RLConfig, SFTConfig, PreferenceConfig) for leaf in leaves(config)}
+
+
+@pytest.mark.parametrize("name", sorted(names_of_archon()))
+def test_every_name_to_move_over_to_exists(name: str, config_keys: set[str]) -> None:
+    """Either it imports, or it is a key of a configuration."""
     if name.startswith("archon."):
         import_dotted(name, "name")
         return
-    assert any(f"{leaf}.".startswith(f"{name}.") for leaf in leaves(RLConfig)), name
+    assert any(key.startswith(f"{name}.") for key in config_keys), name

@@ -57,7 +57,7 @@ def test_clients_outside_rate_their_sessions_and_a_run_trains_on_them(
     blank: Path, tmp_path: Path, staleness: int
 ) -> None:
     config = tmp_path / "online.yaml"
-    config.write_text(shown("online-run", ROOT / "rl" / "README.md", "yaml"))
+    config.write_text(shown("online-run", "yaml"))
     command = [sys.executable, "-m", "archon", "serve", str(blank), "--train", str(config), "--port", "0"]
     command += [
         *(f"run_dir={tmp_path / 'run'}", "total_steps=4", "actor.init_from_scratch=true", "algorithm.kl.coef=0"),

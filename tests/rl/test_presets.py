@@ -287,8 +287,8 @@ def test_table_of_presets_says_how_each_differs_from_the_default() -> None:
 
 
 def test_readme_holds_the_table_of_presets() -> None:
-    readme = Path(__file__).resolve().parents[2] / "rl" / "README.md"
-    assert f"\n\n{markdown_table()}\n\n" in readme.read_text(), "write markdown_table() into rl/README.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "tasks" / "rl.md"
+    assert f"\n\n{markdown_table()}\n\n" in page.read_text(), "write markdown_table() into docs/tasks/rl.md"
 
 
 class Margin(AdvantageSettings):

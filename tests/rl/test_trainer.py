@@ -240,7 +240,7 @@ def test_run_writes_metrics_trajectories_and_an_export(rl_config: MakeConfig) ->
 
 def undocumented(names: set[str]) -> set[str]:
     """The metrics that the guide does not name, those of greedy answers by their sampled ones."""
-    guide = (Path(__file__).parents[2] / "rl" / "README.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "tasks" / "results.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([^`\n]+)`", guide.partition("## Metrics")[2]))
     known = re.compile("|".join([*map(re.escape, named), "rollout/dropped/.*", "rollout/failed/.*"]))
     return {name for name in names - {"step"} if not known.fullmatch(name.replace("eval/greedy_", "eval/"))}

@@ -17,7 +17,7 @@ from archon.rl.rollout import Rollout
 from archon.rl.workflows.agent import AgentWorkflow
 from archon.serve import AgentServer
 from tests.serve.scripted import ASKS_WEATHER, WEATHER, Scripted, Start
-from tests.test_readme import ROOT, shown
+from tests.test_readme import shown
 
 USER: list[Any] = [{"role": "user", "content": "1+1="}]
 TOOLS: list[Any] = [{"type": "function", "function": WEATHER}]
@@ -341,7 +341,7 @@ async def test_the_clients_raise_their_own_errors(serve: Start) -> None:
 
 def test_the_agent_of_the_guide_is_trained_on(engine: InProcessEngine, tokenizer: Any) -> None:
     names: dict[str, Any] = {}
-    exec(compile(shown("agent", ROOT / "rl" / "README.md"), "rl/README.md", "exec"), names)
+    exec(compile(shown("agent"), "guide", "exec"), names)
     gconfig = GenerationHyperparameters(n_samples=3, max_new_tokens=4)
     workflow = AgentWorkflow(names["Adds"](), gconfig, tokenizer)
     rollout = Rollout(engine, workflow)

@@ -17,7 +17,7 @@ from archon.rl.trajectories import validate_trajectory
 from archon.rl.workflows import AgentWorkflow, OnlineWorkflow, RLVRWorkflow
 from archon.schema.errors import ConfigError
 from tests.serve.test_workflow import OneTurn, rows_of
-from tests.test_readme import ROOT, shown
+from tests.test_readme import shown
 
 TALK = [{"role": "user", "content": "1+1="}]
 
@@ -255,7 +255,7 @@ async def test_the_client_of_the_guide_rates_its_sessions(
     task, outside = await begin(workflow, episode_engine(engine), client)
     monkeypatch.setenv("ARCHON_URL", outside._url)
     names: dict[str, Any] = {}
-    exec(compile(shown("online-client", ROOT / "rl" / "README.md"), "rl/README.md", "exec"), names)
+    exec(compile(shown("online-client"), "guide", "exec"), names)
     for expected in ("", "no such text"):
         await asyncio.to_thread(names["answer"], "a sum", "1+1=", expected)
     group = await asyncio.wait_for(task, 20)

@@ -41,7 +41,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 # Two processes run these tests, each of which starts the servers of its own group.
 tiny, real = pytest.mark.xdist_group("tiny"), pytest.mark.xdist_group("real")
 MakeConfig = Callable[..., RLConfig]
-GUIDE = ROOT / "rl" / "README.md"
 VLLM = environment() / "bin" / "vllm"
 
 # Two implementations of float32 attention and head: measured 5e-5 at most on SmolLM2, 3e-6 on this model.
@@ -274,7 +273,7 @@ def test_the_stale_head_of_tied_embeddings_is_noticed(
 def test_the_recipe_of_a_real_model_with_a_vllm_that_it_launches(tmp_path: Path) -> None:
     """SmolLM2 on sums, as the guide says, with few short answers and a reward in which they differ: adapters of 20 MB a
     push."""
-    program, *arguments = shlex.split(shown("launched", GUIDE, "bash").replace("path/to/vllm", str(VLLM)))
+    program, *arguments = shlex.split(shown("launched", "bash").replace("path/to/vllm", str(VLLM)))
     few = ["total_steps=20", "rollout.prompts_per_step=1", "gconfig={n_samples: 2, max_new_tokens: 8}"]
     few += ["eval_data=null", "reward=tests.vllm.rewards.odd_characters"]
     few += [f"actor.path={SMOLLM2.make(SMOLLM2.folder)}", f"run_dir={tmp_path / 'run'}"]
@@ -295,7 +294,7 @@ def test_the_recipe_of_a_real_model_with_a_vllm_that_it_launches(tmp_path: Path)
 @tiny
 def test_the_ten_lines_of_the_guide(checkpoint: Path, tmp_path: Path) -> None:
     """The second command, with a tiny model, the arithmetic set and few answers; the first one made the environment."""
-    text, commands = shown("vllm-run", GUIDE, "yaml"), shown("vllm-commands", GUIDE, "bash").splitlines()
+    text, commands = shown("vllm-run", "yaml"), shown("vllm-commands", "bash").splitlines()
     assert len(text.splitlines()) + len(commands) <= 10 and RELEASE in commands[0]
     (tmp_path / "rl.yaml").write_text(text.replace("MODEL", str(checkpoint)))
     (tmp_path / "vllm").symlink_to(environment())

@@ -15,7 +15,6 @@ def reject_areal_config(data: Mapping[str, Any], source: str) -> None:
     """Raise ConfigError if the values of the file `source` are AReaL's."""
     if keys := [key for key in _AREAL_KEYS if key in data]:
         raise ConfigError(
-            f"{source}: {keys[0]} is a key of AReaL; archon reads its own keys. Its rl/README.md lists them next to "
-            "AReaL's in 'Migrating from AReaL', such as rollout.prompts_per_step for train_dataset.batch_size, and "
-            "`--help` describes each"
+            f"{source}: {keys[0]} is a key of AReaL; archon has its own keys. docs/moving/areal.md lists them next to "
+            "AReaL's, such as rollout.prompts_per_step for train_dataset.batch_size, and `--help` describes each"
         )

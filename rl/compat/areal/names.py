@@ -55,7 +55,7 @@ def missing(module: str, names: str, note: str) -> Iterator[Name]:
 
 
 _IMAGES = "with images for a vision-language model (`processor`: an `ImageReader`); otherwise text only, with a warning"
-_CONFIG_NOTE = "with archon's keys; rl/README.md lists them next to AReaL's"
+_CONFIG_NOTE = "with archon's keys; docs/moving/areal.md lists them next to AReaL's"
 _ONE_RUN = "a run is one program under torchrun; `rollout.launch` starts servers"
 _SERVERS = "or `rollout.servers`; scripts use archon.rl.InProcessEngine"
 _RANKS = "the engine does this for every layout"
@@ -125,13 +125,13 @@ NAMES: tuple[Name, ...] = (
     ),
     *missing("areal.workflow.self_adaptation", "SelfAdaptationWorkflow", "write it as a workflow"),
     *renamed(
-        "areal.workflow.openenv", "OpenEnvWorkflow", "`workflow: openenv:URL`", "rl/environments/README.md has a run"
+        "areal.workflow.openenv", "OpenEnvWorkflow", "`workflow: openenv:URL`", "docs/tasks/environments.md has a run"
     ),
     *renamed(
         "areal.workflow.openai.math_agent",
         "MathAgent MultiTurnMathAgent MathToolAgent",
         "a custom agent",
-        "rl/README.md trains one",
+        "docs/tasks/agents.md trains one",
     ),
     # -- areal.dataset
     *available("areal.dataset", "VALID_DATASETS", "archon.data", "grows with `register_dataset`; do not append to it"),

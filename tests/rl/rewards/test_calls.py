@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +23,6 @@ from archon.schema.errors import RewardError
 from tests.rl.rewards import faulty
 from tests.test_readme import shown
 from tests.tolerances import REWARD_TIMEOUT_SECONDS
-
-GUIDE = Path(__file__).parents[3] / "rl" / "README.md"
 
 
 @pytest.fixture
@@ -141,11 +138,13 @@ async def test_a_reward_in_the_form_of_trl_returns_a_list_of_one_reward() -> Non
 
 
 def test_a_reward_in_the_form_of_verl_is_refused_and_the_wrapper_of_the_guide_calls_it() -> None:
-    with pytest.raises(RewardError, match=r"compute_score takes veRL's arguments .data_source, solution_str, .*README"):
+    with pytest.raises(
+        RewardError, match=r"compute_score takes veRL's arguments .data_source, solution_str, .*rewards.md"
+    ):
         wrap_reward("tests.rl.rewards.faulty.compute_score")
     with pytest.raises(RewardError, match="takes veRL's arguments"):
         verify_gold("tests.rl.rewards.faulty.compute_score", [{"prompt": "1+1=", "answer": "2"}])
     names: dict[str, Any] = {"compute_score": faulty.compute_score}
-    exec(compile(shown("verl-reward", GUIDE), "rl/README.md", "exec"), names)
+    exec(compile(shown("verl-reward"), "guide", "exec"), names)
     row = {"data_source": "sums", "extra_info": {"index": 3}}
     assert [names["score"]("1+1=", text, [1], [2], answer="2", **row) for text in ("2", "3")] == [1.0, 0.0]

@@ -113,7 +113,7 @@ def test_the_calls_of_a_session(base: Path, connect: Connect, url: str, tmp_path
 
 
 def test_your_own_tinker_in_ten_lines(base: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    page = ROOT / "archon" / "serve" / "TRAINING.md"
+    page = ROOT / "docs" / "tasks" / "training-service.md"
     found = re.search(r"<!-- test: your-own-tinker -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert found is not None
     code = found[1]

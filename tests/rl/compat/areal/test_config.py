@@ -16,4 +16,4 @@ def test_a_configuration_of_areal_is_refused(command: str, tmp_path: Path, capsy
     with pytest.raises(SystemExit):
         main([command, "--config", str(file), "--dry-run"])
     error = capsys.readouterr().err
-    assert "experiment_name is a key of AReaL" in error and "Migrating from AReaL" in error
+    assert "experiment_name is a key of AReaL" in error and "docs/moving/areal.md" in error

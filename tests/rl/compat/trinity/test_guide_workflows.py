@@ -17,7 +17,7 @@ from archon.schema.errors import ConfigError
 from tests.rl import rewards_for_tests as rewards
 from tests.rl.compat.trinity import guide
 from tests.rl.compat.trinity.conftest import GCONFIG
-from tests.test_readme import ROOT, shown
+from tests.test_readme import shown
 
 
 def content_text(result: dict[str, torch.Tensor], row: int, tokenizer: Any) -> str:
@@ -173,6 +173,6 @@ def test_rows_without_their_source_are_answered_with_the_setting(adapted, run_ep
 
 def test_the_workflow_of_the_rl_guide_runs(adapted, run_episode) -> None:
     names: dict[str, Any] = {}
-    exec(compile(shown("trinity", ROOT / "rl" / "README.md"), "rl/README.md", "exec"), names)
+    exec(compile(shown("trinity"), "guide", "exec"), names)
     result, _ = run_episode(adapted(names["Shout"]))
     assert result["input_ids"].shape[0] == 4 and set(result["rewards"].tolist()) <= {0.0, 1.0}

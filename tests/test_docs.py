@@ -1,0 +1,57 @@
+"""The documentation has every public name, command and field. `make docs` checks its links."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+
+import pytest
+
+import archon
+from archon.cli import train
+from archon.cli.config import import_schema, leaves
+from docs import hooks
+
+INTERNAL = {
+    "archon.cli",  # commands, not an API
+    "archon.rl.compat.areal",  # moving/names.md lists its names
+    "archon.serve.training",  # started by a command
+}
+
+
+def packages() -> Iterator[str]:
+    """Packages of archon with public names."""
+    yield "archon"
+    for module in pkgutil.walk_packages(archon.__path__, "archon."):
+        if module.ispkg and getattr(importlib.import_module(module.name), "__all__", ()):
+            yield module.name
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return dict(hooks.reference_pages())
+
+
+def test_every_public_name_has_a_place_in_the_reference(pages: dict[str, str]) -> None:
+    assert set(packages()) - INTERNAL <= set(hooks.PACKAGES)
+    everything = "".join(text for uri, text in pages.items() if uri.startswith("reference/api/"))
+    documented = re.findall(r"^::: (\S+)$", everything, re.MULTILINE)
+    assert len(documented) == len(set(documented)) > 100
+    for package in hooks.PACKAGES:
+        assert set(hooks.public_definitions(package).values()) <= set(documented), package
+
+
+@pytest.mark.parametrize("command", train.RUNS)
+def test_every_field_has_a_row(pages: dict[str, str], command: str) -> None:
+    page = pages[f"reference/config-{command}.md"]
+    rows = re.findall(r"^\| `(\S+?)(?: \(required\)| = .*)?` \| ", page, re.MULTILINE)
+    assert set(leaves(import_schema(train.RUNS[command].config))) <= set(rows)
+
+
+def test_every_command_and_route_is_described(pages: dict[str, str]) -> None:
+    commands = re.findall(r"^## archon (\S+)$", pages["reference/commands.md"], re.MULTILINE)
+    assert {"rl", "sft", "plan", "serve", "serve-training", "launch"} <= set(commands)
+    assert "`POST /v1/chat/completions`" in pages["reference/http.md"]
+    assert "None" not in pages["reference/http.md"]
