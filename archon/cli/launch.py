@@ -33,6 +33,8 @@ SETTINGS: dict[str, Any] = {
     "context_settings": {"allow_interspersed_args": False, "ignore_unknown_options": False},
 }
 LOG_FILE = "torchrun.log"
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a rank that a signal asked to stop. It has saved its run, if it trains one."""
 RESUME_ADVICE = "to continue after the last checkpoint, start the same command with resume=true"
 """The advice if no rank has lived to name the checkpoint."""
 
@@ -93,8 +95,10 @@ def launch(config: Any, arguments: Sequence[str]) -> int:
         elastic_launch(config, sys.executable)(*arguments)
         return 0
     except ChildFailedError as error:
-        is_kept = _report(folder, error.failures, str(error))
         code = _first_failure(error.failures)[1].exitcode
+        # A signal to one rank stops all of them: they have saved, and have said so. torchrun ends the slower ones.
+        if code not in STOPPED:
+            is_kept = _report(folder, error.failures, str(error))
         return code if code > 0 else 1
     except SignalException as error:  # the ranks have saved and ended
         return 128 + error.sigval

@@ -124,12 +124,17 @@ def test_the_output_of_a_run_is_in_its_folder(
 ERROR = REPORT.format('{"error": true}') + "sys.stderr.write('archon: x\\n')\nos._exit(2)"
 
 
-@pytest.mark.parametrize(("code", "expected"), [(ERROR, 2), ("pass", 0)], ids=["error", "no error"])
+STOP = "time.sleep(0.2 * int(rank))\nos._exit(143)"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(ERROR, 2), ("pass", 0), (STOP, 143)], ids=["error", "no error", "asked to stop"]
+)
 def test_a_rank_with_an_error_of_its_own_has_the_last_word(
     launcher: None, tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str, expected: int
 ) -> None:
     assert start(code) == expected
-    assert set(capfd.readouterr().err.splitlines()) == ({"archon: x"} if expected else set())
+    assert set(capfd.readouterr().err.splitlines()) == ({"archon: x"} if expected == 2 else set())
     assert not list(tmp_path.glob("archon-launch-*"))
 
 
