@@ -1,4 +1,4 @@
-"""`archon doctor PATH --layout …`: check a layout on real ranks, or simulate one rank."""
+"""`archon doctor`: check the installation; with a checkpoint, a layout on real ranks, or one simulated rank."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "doctor",
-    "help": "Check a layout: process groups, placements, replicas, memory.\n\n"
-    "Under torchrun every rank builds its shards, runs a training step and compares replicas. With --rank a single "
-    "process predicts the memory and traffic of that rank. With --lora the step trains the LoRA in that folder.",
+    "help": "Check the installation; with PATH, a layout: process groups, placements, replicas, memory.\n\n"
+    "Without PATH it lists PyTorch, devices, memory, compiler, optional packages, folders and ports, and what to "
+    "install. Under torchrun every rank builds its shards, runs a training step and compares replicas. With --rank a "
+    "single process predicts the memory and traffic of that rank. With --lora the step trains the LoRA in that folder.",
 }
 
 GIB = 2**30
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="checkpoint folder, a folder with only config.json, or a hub id")],
+    path: Annotated[
+        Path | None, typer.Argument(help="checkpoint folder, a folder with only config.json, or a hub id")
+    ] = None,
     layout: Annotated[str, typer.Option(metavar="LAYOUT", help="such as d4t2")] = "d1",
     rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="simulate only this rank")] = None,
     tokens: Annotated[int, typer.Option(min=1, max=2**30, help="tokens per micro-batch")] = 4096,
@@ -38,10 +41,21 @@ def command(
     ] = None,
     stacks: Annotated[Path, typer.Option(metavar="FOLDER", help="folder for stack dumps")] = Path("stacks"),
 ) -> None:
-    """Check a layout on all ranks, or simulate one rank."""
+    """Check the installation, or a layout on all ranks or on one simulated rank."""
     from archon.schema.config import EngineConfig
     from archon.schema.errors import ConfigError
 
+    if path is None:
+        used = {"--layout": layout != "d1", "--rank": rank is not None, "--fresh": fresh, "--lora": lora is not None}
+        if options := [name for name, is_used in used.items() if is_used]:
+            raise ConfigError(f"{options[0]} needs PATH, a checkpoint; without PATH the installation is checked")
+        from archon.tools.doctor.installation import check_installation
+
+        checks = []
+        for check in check_installation():
+            checks.append(check)
+            print(f"{check.status:<8} {check.subject:<18} {check.finding}", flush=True)
+        raise typer.Exit(any(check.status == "problem" for check in checks))
     if rank is not None and stall_seconds is not None:
         raise ConfigError("--stall-seconds needs running ranks, and --rank simulates one; leave one of them out")
     options = {
