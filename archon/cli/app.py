@@ -27,6 +27,7 @@ from archon.cli import (
     evaluate,
     export,
     generate,
+    init,
     inspect,
     launch,
     models,
@@ -117,7 +118,7 @@ def _with_expanded_paths(command: Callable[..., None]) -> Callable[..., None]:
     return expanded
 
 
-for module in (models, inspect, check_model, new_model, plan, convert, export, bootstrap):
+for module in (init, models, inspect, check_model, new_model, plan, convert, export, bootstrap):
     app.command(**module.SETTINGS)(_with_expanded_paths(module.command))
 for name in train.RUNS:
     app.command(**train.settings(name))(_with_expanded_paths(train.command(name)))

@@ -1,0 +1,147 @@
+"""`archon init`: write a commented configuration from five answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+import typer
+
+from archon.schema.errors import ConfigError
+
+SETTINGS: dict[str, Any] = {
+    "name": "init",
+    "help": "Write a commented configuration: task, model, data, hardware, method.\n\n"
+    "Asks for missing options, if standard input is a terminal. The values of the file are starting points. The first "
+    "command that it prints checks the file, the model and the data.",
+}
+Task = Literal["sft", "preference", "rl"]
+Method = Literal["lora", "full"]
+
+
+LEARNING_RATES = {
+    ("sft", "lora"): "1.0e-4",
+    ("sft", "full"): "1.0e-5",
+    ("preference", "lora"): "1.0e-5",
+    ("preference", "full"): "5.0e-7",
+    ("rl", "lora"): "1.0e-5",
+    ("rl", "full"): "1.0e-6",
+}
+_ROWS = """\
+# Longer rows are dropped and counted.
+train_data: {{path: {data}, max_length: 2048}}
+# Rows of a step, over all processes.
+batch_size: {rows}
+epochs: 1"""
+TASKS = {
+    "sft": _ROWS,
+    "preference": f"""{_ROWS}
+# Also ipo, cpo, simpo, orpo, kto, or reward for a reward model.
+loss: dpo
+beta: 0.1""",
+    "rl": """\
+train_data: {{path: {data}, max_length: 512}}
+# A built-in reward, or a function of yours, such as my_module.score: docs/tasks/rewards.md.
+reward: {reward}
+# `archon rl --preset list` shows all.
+algorithm: {{preset: grpo_no_kl}}
+gconfig: {{n_samples: 8, max_new_tokens: 256}}   # answers to each prompt
+rollout: {{prompts_per_step: {rows}}}
+total_steps: 100""",
+}
+
+
+class Answers(NamedTuple):
+    """What a configuration is written from; see the options of the command."""
+
+    task: Task
+    model: str
+    data: str
+    gpus: int
+    method: Method
+    reward: str
+
+
+def command(
+    task: Annotated[
+        Task | None, typer.Option(help="sft: examples; preference: pairs (DPO); rl: prompts and a reward")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="checkpoint folder or hub id")] = None,
+    data: Annotated[str | None, typer.Option(help="file, folder, hub id or named data set with the rows")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, max=4096, help="number of GPUs; 0 trains on the CPU")] = None,
+    method: Annotated[Method | None, typer.Option(help="lora: a LoRA of rank 16; full: all weights")] = None,
+    reward: Annotated[
+        str, typer.Option(help="of rl: a built-in reward, or the dotted path of a function")
+    ] = "exact_match",
+    output: Annotated[Path, typer.Option(metavar="FILE", help="file to write")] = Path("run.yaml"),
+) -> None:
+    """Write a commented configuration."""
+    if output.exists():
+        raise ConfigError(f"{output} already exists; choose another --output")
+    answers = Answers(
+        task=task or _ask("--task", "Task (sft: examples, preference: pairs, rl: reward)", "sft", get_args(Task)),
+        model=model or _ask("--model", "Model (folder or hub id)", "Qwen/Qwen3-0.6B"),
+        data=data or _ask("--data", "Data (file, folder or hub id)", "train.jsonl"),
+        gpus=gpus if gpus is not None else _ask("--gpus", "GPUs (0: CPU)", 0),
+        method=method or _ask("--method", "Method (lora, full)", "lora", get_args(Method)),
+        reward=reward,
+    )
+    output.write_text(configuration(answers, output), encoding="utf-8")
+    print(f"wrote {output}; next:\n  {check(answers, output)}\n  {start(answers, output)}")
+
+
+def _ask(option: str, question: str, default: str | int, allowed: Sequence[str] = ()) -> Any:
+    """Ask until the answer is allowed, and of the type of `default`. Raises ConfigError without a terminal."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{option} is missing, and standard input is not a terminal to ask on; set it")
+    while True:
+        answer = typer.prompt(question, default=default, type=type(default))
+        if not allowed or answer in allowed:
+            return answer
+        print(f"expected {' or '.join(allowed)}")
+
+
+def start(answers: Answers, file: Path) -> str:
+    """Return the command that starts the run of `file`."""
+    launch = f"launch --nproc-per-node {answers.gpus} " if answers.gpus > 1 else ""
+    return f"archon {launch}{answers.task} --config {shlex.quote(str(file))}"
+
+
+def check(answers: Answers, file: Path) -> str:
+    """Return the command that checks `file`, in one process."""
+    return f"archon {answers.task} --config {shlex.quote(str(file))} --dry-run"
+
+
+def configuration(answers: Answers, file: Path) -> str:
+    """Return the text of the configuration."""
+    task, on_gpu = answers.task, answers.gpus > 0
+    name = re.sub(r"[^\w.-]+", "-", Path(answers.model).name)
+    recompute = "full}   # the generator needs memory too" if task == "rl" else "auto}   # recompute what does not fit"
+    return f"""\
+# {check(answers, file)}   # checks this file, the model and the data
+# {start(answers, file)}   # starts the run
+# archon {task} --help lists all fields, and KEY=VALUE overrides them on the command line.
+run_dir: runs/{task}-{name}   # metrics, checkpoints, the report and the exported model
+
+{"actor" if task == "rl" else "model"}:
+  path: {json.dumps(answers.model)}
+  layout: d{max(1, answers.gpus)}   # d: FSDP shards; `archon plan` compares layouts
+  # Computation; master weights are float32.
+  dtype: {"bfloat16" if on_gpu else "float32"}
+  # Tokens of a packed micro-batch; fewer need less memory.
+  max_tokens_per_mb: {16384 if on_gpu else 4096}
+{f"  activation_checkpoint: {{mode: {recompute}" + chr(10) if on_gpu else ""}\
+{"  lora: {rank: 16, alpha: 32}" + chr(10) if answers.method == "lora" else ""}\
+  optimizer: {{lr: {LEARNING_RATES[task, answers.method]}}}
+  # Warm up for a twentieth of the steps.
+  scheduler: {{kind: cosine, warmup_steps: 0.05, min_lr_ratio: 0.1}}
+
+{TASKS[task].format(data=json.dumps(answers.data), rows=64 if on_gpu else 16, reward=json.dumps(answers.reward))}
+# Steps between checkpoints; `resume=true` continues from the last one.
+checkpoint: {{every: 50}}
+"""
