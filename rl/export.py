@@ -9,7 +9,7 @@ import torch
 
 from archon.checkpoint.hf_export import stored_dtypes
 from archon.checkpoint.hf_io import load_spec
-from archon.checkpoint.hf_reader import checkpoint_folder
+from archon.checkpoint.hub import checkpoint_folder
 from archon.models.base import BaseArchonModel
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from archon.checkpoint.hf_reader import checkpoint_folder
+from archon.checkpoint.hub import checkpoint_folder
 from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.remote.config import PushConfig

@@ -28,7 +28,8 @@ from archon.checkpoint.formats.megatron.rank_files import is_megatron_folder, op
 from archon.checkpoint.formats.megatron.sharding import MegatronLayout, RankTensors, padded_vocabulary
 from archon.checkpoint.hf_export import copy_assets, require_zero_biases, save_hf
 from archon.checkpoint.hf_io import config_dtype
-from archon.checkpoint.hf_reader import CONFIG_FILE, HFCheckpoint, checkpoint_folder, match_parameters, read_hf_config
+from archon.checkpoint.hf_reader import HFCheckpoint, match_parameters, read_hf_config
+from archon.checkpoint.hub import CONFIG_FILE, checkpoint_folder
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest, save_state
 from archon.checkpoint.other_folders import advice
 from archon.checkpoint.peft.export import LoRAWeights, merge, read_lora_weights

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 
 from archon.checkpoint.atomic import kill_point, replaced_export, write_json
 from archon.checkpoint.hf_reader import (
-    CONFIG_FILE,
     INDEX_FILE,
     WEIGHT_DTYPES,
     WEIGHTS_FILE,
     HFCheckpoint,
-    checkpoint_folder,
     config_dtype,
     read_hf_config,
 )
+from archon.checkpoint.hub import CONFIG_FILE, checkpoint_folder
 from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
 from archon.checkpoint.tokenizer import GENERATION_CONFIG_FILE, NAMED_TEMPLATES, TOKENIZER_FILES, write_tokenizer
 from archon.models import get_model_spec

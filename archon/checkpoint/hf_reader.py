@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from archon.checkpoint.hub import CONFIG_FILES, WEIGHT_FILES, model_folder
-from archon.checkpoint.other_folders import advice, advice_on_weights
+from archon.checkpoint.hub import CONFIG_FILE, checkpoint_folder, config_file
+from archon.checkpoint.other_folders import advice_on_weights
 from archon.checkpoint.quantized import StoredTensor, stored_tensors, weight_key
 from archon.checkpoint.safetensors_file import (
     LazyTensor,
@@ -37,7 +37,6 @@ from archon.parallel.fsdp import local_region, local_tensor
 from archon.schema.errors import CheckpointError, ConfigError
 from archon.schema.files import JSON_BYTES, read_limited
 
-CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Reading releases the GIL and one thread saturates a core; the second one hides the time of page faults.
@@ -336,10 +335,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: the folder or the file is missing, or the file is not a model config.
     """
-    folder = checkpoint_folder(path, CONFIG_FILES)
-    file = folder / CONFIG_FILE
-    if not os.path.lexists(file):
-        fail(folder, f"it is not a Hugging Face checkpoint: it holds no {CONFIG_FILE}; {advice(folder)}")
+    file = config_file(path)
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         fail(
@@ -359,21 +355,6 @@ def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:
             "weights without scales"
         )
     return dtype
-
-
-def checkpoint_folder(path: str | os.PathLike[str], patterns: tuple[str, ...] = WEIGHT_FILES) -> Path:
-    """Return the folder of a checkpoint, which is a path or a hub id (`model_folder`).
-
-    Raises:
-        CheckpointError: it is no existing folder, nor a model that is available from the hub or its cache.
-    """
-    folder = model_folder(path, patterns)
-    if not folder.exists():
-        fail(folder, "it does not exist; expected the folder of a checkpoint, or a hub id such as Qwen/Qwen3-0.6B")
-    if not folder.is_dir():
-        hint = "; archon reads safetensors, not GGUF" if folder.suffix == ".gguf" else ""
-        fail(folder, f"it is a file; expected the folder of a checkpoint{hint}")
-    return folder
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

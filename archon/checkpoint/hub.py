@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from archon.checkpoint.other_folders import advice
 from archon.schema.errors import CheckpointError, DatasetError
 
 RepoType = Literal["model", "dataset"]
 
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+CONFIG_FILE = "config.json"
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 """Config, tokenizer and chat template of a model."""
 WEIGHT_FILES = (*CONFIG_FILES, "*.safetensors")
@@ -75,6 +77,38 @@ def model_folder(path: str | os.PathLike[str], patterns: tuple[str, ...] = WEIGH
     """
     hub_id = None if Path(path).exists() else parse_hub_id(path)
     return Path(path) if hub_id is None else hub_snapshot(hub_id, "model", patterns)
+
+
+def checkpoint_folder(path: str | os.PathLike[str], patterns: tuple[str, ...] = WEIGHT_FILES) -> Path:
+    """Return the folder of a checkpoint, which is a path or a hub id (`model_folder`).
+
+    Raises:
+        CheckpointError: it is no existing folder, nor a model that is available from the hub or its cache.
+    """
+    folder = model_folder(path, patterns)
+    if not folder.exists():
+        raise CheckpointError(
+            f"{folder}: it does not exist; expected the folder of a checkpoint, or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    if not folder.is_dir():
+        hint = "; archon reads safetensors, not GGUF" if folder.suffix == ".gguf" else ""
+        raise CheckpointError(f"{folder}: it is a file; expected the folder of a checkpoint{hint}")
+    return folder
+
+
+def config_file(path: str | os.PathLike[str]) -> Path:
+    """Return the `config.json` of a checkpoint folder or a hub id, without importing PyTorch.
+
+    Raises:
+        CheckpointError: the folder is missing, or holds something else; the error says what.
+    """
+    folder = checkpoint_folder(path, CONFIG_FILES)
+    file = folder / CONFIG_FILE
+    if not os.path.lexists(file):
+        raise CheckpointError(
+            f"{folder}: it is not a Hugging Face checkpoint: it holds no {CONFIG_FILE}; {advice(folder)}"
+        )
+    return file
 
 
 def is_reachable(hub_id: HubId, repo_type: RepoType) -> bool:

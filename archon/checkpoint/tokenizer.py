@@ -11,8 +11,8 @@ from typing import Any
 
 from archon.checkpoint.atomic import publish, staged_folder, sync_tree, write_errors, write_json
 from archon.checkpoint.chat_template import SEPARATOR, prompt_separator, stop_token_ids
-from archon.checkpoint.hf_reader import CONFIG_FILE, checkpoint_folder, read_json
-from archon.checkpoint.hub import CONFIG_FILES, model_folder
+from archon.checkpoint.hf_reader import read_json
+from archon.checkpoint.hub import CONFIG_FILE, CONFIG_FILES, checkpoint_folder, model_folder
 from archon.checkpoint.native import find_checkpoint
 from archon.checkpoint.template_sandbox import bounded_chat_template
 from archon.schema.errors import CheckpointError, TokenizerError

@@ -66,7 +66,7 @@ def command(
 
     from archon.checkpoint.convert import VOCAB_MULTIPLE, convert, detect_format
     from archon.checkpoint.formats.megatron.sharding import MegatronLayout
-    from archon.checkpoint.hf_reader import checkpoint_folder
+    from archon.checkpoint.hub import checkpoint_folder
     from archon.schema.errors import ConfigError
 
     kind = origin or detect_format(checkpoint_folder(source))

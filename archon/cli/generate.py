@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from archon.checkpoint.hub import config_file, parse_hub_id
 from archon.cli.config import config_command, load_config
 from archon.cli.options import CheckpointFolder, ConfigFile, LoRAFolder, Overrides
 from archon.schema.config import MAX_STEP_ROWS
@@ -39,6 +40,8 @@ def command(
     lora: LoRAFolder = None,
 ) -> None:
     """Generate answers to prompts."""
+    if parse_hub_id(path) is None:
+        config_file(path)  # within a second: the rest imports PyTorch
     from archon.cli.generate_config import GenerateConfig
 
     resolved = load_config(GenerateConfig, config, overrides or [])
@@ -78,12 +81,10 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, lora: Pat
 
     from archon.checkpoint.chat_template import set_template_variables
     from archon.checkpoint.hf_io import load_model
-    from archon.checkpoint.hf_reader import read_hf_config
     from archon.checkpoint.tokenizer import load_tokenizer, saved_tokenizer
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
 
-    read_hf_config(path)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
     tokenizer = load_tokenizer(config.tokenizer or saved_tokenizer(lora) or path, path)
     set_template_variables(tokenizer, config.chat_template_kwargs)
     requests = make_requests(prompts, config, tokenizer)

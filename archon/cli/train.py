@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import typer
 
-from archon.cli.config import config_command, load_config, read_bootstrap
+from archon.checkpoint.hub import config_file, parse_hub_id
+from archon.cli.config import config_command, load_config, read_bootstrap, read_values
 from archon.cli.options import ConfigFile, DryRun, Overrides, PresetName, TargetGpu
 from archon.cli.report import write_run_report
-from archon.schema.config import EngineConfig
+from archon.schema.config import EngineConfig, expand_path
 
 
 class Run(NamedTuple):
@@ -89,10 +90,11 @@ def exit_with(run: Callable[[], int]) -> NoReturn:
 
 def run_training(command: str, file: Path | None, overrides: list[str], dry_run: bool, gpu: str | None = None) -> int:
     """Run a command of `RUNS`, or with `dry_run` check its configuration, for `gpu` if set. Returns the exit code."""
+    run = RUNS[command]
+    require_files(read_values(file, overrides), run.model)  # within a second: the rest imports PyTorch
     import archon.rl as rl
     from archon.schema.errors import ConfigError
 
-    run = RUNS[command]
     config_type: Any = getattr(rl, run.config.partition(":")[2])
     from archon.rl.compat.areal.config import reject_areal_config
     from archon.rl.compat.trinity.config import translate
@@ -135,6 +137,16 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
             if runner.directory.export.is_dir():
                 runner.log(f"next: {next_command(command, config, engine, runner.directory.export)}")
     return runner.exit_code
+
+
+def require_files(values: dict[str, Any], model: str) -> None:
+    """Raise CheckpointError if a run's values name a model's folder that is not there, without importing PyTorch."""
+    section = values.get(model)
+    path = section.get("path") if isinstance(section, dict) else None
+    if isinstance(path, str) and path and "\0" not in path and values.get("bootstrap") is None:
+        folder = expand_path(path)
+        if parse_hub_id(folder) is None:
+            config_file(folder)
 
 
 def next_command(command: str, config: Any, engine: EngineConfig, export: Path) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from archon.checkpoint.chat_template import Message, has_chat_template
-from archon.checkpoint.hf_reader import checkpoint_folder, read_hf_config
-from archon.checkpoint.hub import CONFIG_FILES
+from archon.checkpoint.hf_reader import read_hf_config
+from archon.checkpoint.hub import CONFIG_FILES, checkpoint_folder
 from archon.data.encoding import encode_prompt
 from archon.data.images import PROCESSOR_FILE, ImageReader, open_image
 from archon.models import get_model_spec

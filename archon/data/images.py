@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from archon.checkpoint.hf_reader import checkpoint_folder, read_hf_config
-from archon.checkpoint.hub import CONFIG_FILES
+from archon.checkpoint.hf_reader import read_hf_config
+from archon.checkpoint.hub import CONFIG_FILES, checkpoint_folder
 from archon.data.whole_images import misses_rows
 from archon.models.args.base import ImageFormat
 from archon.models.spec import get_model_spec

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from archon.checkpoint.chat_template import prompt_separator, stop_token_ids
-from archon.checkpoint.hf_reader import CONFIG_FILE as MODEL_CONFIG_FILE
+from archon.checkpoint.hub import CONFIG_FILE as MODEL_CONFIG_FILE
 from archon.checkpoint.peft.config import CONFIG_FILE
 from archon.checkpoint.peft.export import LoRAWeights
 from archon.checkpoint.peft.reader import WEIGHTS_FILE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -28,7 +29,7 @@ def test_help_lists_the_commands(archon):
     done = archon("--help")
     assert done.code == 0
     commands = ("models", "inspect", "plan", "convert", "sft", "rl", "generate", "serve", "bench", "report", "doctor")
-    commands += ("bootstrap", "preference", "eval", "launch", "serve-training")
+    commands += ("bootstrap", "preference", "eval", "launch", "serve-training", "init")
     for command in commands:
         assert f"  {command} " in done.out
 
@@ -402,3 +403,23 @@ def test_preference_trains_on_pairs_and_exports(archon, sft_overrides, tmp_path,
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert 0 <= metrics[-1]["eval/accuracy"] <= 1
     assert (tmp_path / "run" / "export" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("sft", "--config", "missing.yaml"), "missing.yaml: cannot be read"),
+        (("rl", "actor.path=missing"), "missing: it does not exist; expected the folder of a checkpoint"),
+        (("preference", "model.path=."), ".: it is not a Hugging Face checkpoint"),
+        (("sft", "model.optimizer"), "is not key=value"),
+        (("generate", "missing", "--prompt", "1"), "missing: it does not exist"),
+    ],
+)
+def test_a_missing_file_is_reported_before_torch_is_imported(
+    tmp_path: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{RECIPES.parents[1]}"}
+    command = [sys.executable, "-m", "archon", *arguments]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 2 and complaint in run.stderr, run.stderr

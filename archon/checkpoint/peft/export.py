@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from archon.checkpoint.hf_io import checkpoint_digest, load_spec
-from archon.checkpoint.hf_reader import checkpoint_folder
-from archon.checkpoint.hub import CONFIG_FILES, model_folder
+from archon.checkpoint.hub import CONFIG_FILES, checkpoint_folder, model_folder
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest
 from archon.checkpoint.peft.config import CONFIG_FILE
 from archon.checkpoint.peft.reader import read_lora_tensors, read_peft_config, read_sizes
