@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import shlex
 from collections.abc import Iterator
 
 import pytest
+import typer
 
 import archon
 from archon.cli import train
+from archon.cli.app import app
 from archon.cli.config import import_schema, leaves
 from docs import hooks
+from tests.test_readme import markdown_pages
 
 INTERNAL = {
     "archon.cli",  # commands, not an API
@@ -55,3 +59,33 @@ def test_every_command_and_route_is_described(pages: dict[str, str]) -> None:
     assert {"rl", "sft", "plan", "serve", "serve-training", "launch"} <= set(commands)
     assert "`POST /v1/chat/completions`" in pages["reference/http.md"]
     assert "None" not in pages["reference/http.md"]
+
+
+def commands() -> Iterator[list[str]]:
+    """The arguments of every command of archon in the shell blocks of the pages."""
+    for page in markdown_pages():
+        for block in re.findall(r"^```(?:bash|sh)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            lines = iter(re.sub(r"(^|\s)#.*$", "", block, flags=re.MULTILINE).replace("\\\n", " ").splitlines())
+            for line in lines:
+                while line.count("'") % 2:  # a quoted value over several lines
+                    line += next(lines)
+                words = shlex.split(line)
+                if "archon" in words[:5] and len(words) > words.index("archon") + 1:
+                    yield words[words.index("archon") + 1 :]
+
+
+COMMANDS = {" ".join(words): words for words in commands()}
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_every_command_of_the_pages_exists_with_its_options_and_keys(words: list[str]) -> None:
+    if words[0] == "launch":
+        words = words[next(i for i, word in enumerate(words) if word in train.RUNS) :]
+    name, *arguments = [word for word in words if word not in ("&", "--help")]
+    group = typer.main.get_command(app)
+    context = group.commands[name].make_context(name, arguments)  # parses, and raises for unknown options
+    if name in train.RUNS:
+        keys = {f"{leaf}." for leaf in leaves(import_schema(train.RUNS[name].config))}
+        for override in context.params["overrides"] or []:
+            key = f"{override.partition('=')[0]}."
+            assert any(key.startswith(known) or known.startswith(key) for known in keys), override
