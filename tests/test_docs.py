@@ -15,6 +15,7 @@ import archon
 from archon.cli import train
 from archon.cli.app import app
 from archon.cli.config import import_schema, leaves
+from archon.cli.examples import EXAMPLES
 from docs import hooks
 from tests.test_readme import markdown_pages
 
@@ -56,13 +57,14 @@ def test_every_field_has_a_row(pages: dict[str, str], command: str) -> None:
 
 def test_every_command_and_route_is_described(pages: dict[str, str]) -> None:
     commands = re.findall(r"^## archon (\S+)$", pages["reference/commands.md"], re.MULTILINE)
-    assert {"rl", "sft", "plan", "serve", "serve-training", "launch"} <= set(commands)
+    assert set(commands) == set(EXAMPLES)
     assert "`POST /v1/chat/completions`" in pages["reference/http.md"]
     assert "None" not in pages["reference/http.md"]
 
 
 def commands() -> Iterator[list[str]]:
-    """The arguments of every command of archon in the shell blocks of the pages."""
+    """The arguments of every command of archon in the shell blocks of the pages, and in the examples of `--help`."""
+    yield from (shlex.split(example)[1:] for examples in EXAMPLES.values() for example in examples)
     for page in markdown_pages():
         for block in re.findall(r"^```(?:bash|sh)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
             lines = iter(re.sub(r"(^|\s)#.*$", "", block, flags=re.MULTILINE).replace("\\\n", " ").splitlines())

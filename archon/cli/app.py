@@ -38,6 +38,7 @@ from archon.cli import (
     serve_training,
     train,
 )
+from archon.cli.examples import epilog
 from archon.schema.capacity import rank_limit_error
 from archon.schema.children import end_with_launcher, marked_environment
 from archon.schema.config import expand_path
@@ -78,7 +79,7 @@ app = typer.Typer(
     name="archon",
     help="A model engine that trains Hugging Face checkpoints by fine-tuning and reinforcement learning.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -119,11 +120,11 @@ def _with_expanded_paths(command: Callable[..., None]) -> Callable[..., None]:
 
 
 for module in (init, models, inspect, check_model, new_model, plan, convert, export, bootstrap):
-    app.command(**module.SETTINGS)(_with_expanded_paths(module.command))
+    app.command(**module.SETTINGS, epilog=epilog(module.SETTINGS["name"]))(_with_expanded_paths(module.command))
 for name in train.RUNS:
-    app.command(**train.settings(name))(_with_expanded_paths(train.command(name)))
+    app.command(**train.settings(name), epilog=epilog(name))(_with_expanded_paths(train.command(name)))
 for module in (generate, evaluate, serve, serve_training, bench, launch, report, doctor):
-    app.command(**module.SETTINGS)(_with_expanded_paths(module.command))
+    app.command(**module.SETTINGS, epilog=epilog(module.SETTINGS["name"]))(_with_expanded_paths(module.command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

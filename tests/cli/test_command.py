@@ -423,3 +423,13 @@ def test_a_missing_file_is_reported_before_torch_is_imported(
     command = [sys.executable, "-m", "archon", *arguments]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 2 and complaint in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"), [("archon serve-", "serve-training"), ("archon sft --dr", "--dry-run")]
+)
+def test_a_shell_completes_commands_and_options(words: str, completed: str) -> None:
+    shell = {"_ARCHON_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [Path(sys.executable).with_name("archon")]
+    run = subprocess.run(command, env=os.environ | shell, capture_output=True, text=True)
+    assert run.stdout.split() == [completed]
