@@ -146,6 +146,7 @@ lint: setup
 	.venv/bin/lint-imports
 	.venv/bin/codespell
 	.venv/bin/vulture
+	.venv/bin/hadolint Dockerfile
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build

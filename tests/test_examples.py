@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -92,3 +93,29 @@ def test_the_calculator_of_the_agent_computes_and_nothing_else() -> None:
     for text in ("__import__('os')", "2**10", "1/2", "x", "1+", "-1", "True+1"):
         with pytest.raises(ValueError, match="cannot compute"):
             calculate(text)
+
+
+@pytest.mark.slow
+def test_the_notebooks_run_in_their_order(tmp_path: Path) -> None:
+    """Their cells are one program, with fewer steps."""
+    (tmp_path / "rl").symlink_to(ROOT / "rl")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
+    printed = {
+        "first_model": r"largest difference of logits: \d\.\de-0\d",
+        "first_rl_run": r"right answers: \d+\.\d% at first",
+        "read_a_plan": r"layout d8t2: rank 0 of 16",
+    }
+    notebooks = EXAMPLES / "notebooks"
+    assert {file.stem for file in notebooks.iterdir()} == set(printed)
+    for name, line in printed.items():
+        cells = json.loads((notebooks / f"{name}.ipynb").read_text())["cells"]
+        code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+        code = re.sub(
+            r"^((?:WARMUP_STEPS, )?STEPS) = .*$", r"\1 = " + ("20, 5" if "WARMUP" in code else "2"), code, flags=re.M
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        assert re.search(line, run.stdout), run.stdout
