@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
+from types import CoroutineType, FunctionType
 from typing import Any, ClassVar, Self, TypeVar
 from weakref import WeakSet
 
@@ -107,6 +107,11 @@ def as_reward(value: Any, name: str) -> Reward:
     """
     if isinstance(value, Reward):
         return Reward(_finite(value, name, "returned"), value.parts)
+    if isinstance(value, CoroutineType):
+        value.close()  # Python would warn that it was never awaited
+        raise RewardInvalid(
+            f"reward function {name} returned a coroutine; define it with `async def`, or await inside it"
+        )
     if not isinstance(value, Mapping):
         return Reward(_finite(value, name, "returned"))
     if not value:

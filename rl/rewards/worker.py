@@ -140,8 +140,12 @@ def _traceback() -> str:
 
 
 def _read_frame(stream: BinaryIO) -> bytes:
-    header = stream.read(LENGTH.size)
-    return stream.read(LENGTH.unpack(header)[0]) if len(header) == LENGTH.size else b""
+    """Return the body of the next frame; an empty one if the parent has closed the socket."""
+    try:
+        header = stream.read(LENGTH.size)
+        return stream.read(LENGTH.unpack(header)[0]) if len(header) == LENGTH.size else b""
+    except ConnectionResetError:  # closed with a reply in it that the parent has not read
+        return b""
 
 
 def _reply(descriptor: int, message: dict[str, Any]) -> None:

@@ -101,6 +101,7 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "raise 50 MB": lambda: _raise(ValueError("e" * 50_000_000)),
     "raise without a text": lambda: _raise(_WithoutText()),
     "close all descriptors": lambda: os.closerange(0, os.sysconf("SC_OPEN_MAX")) or 9.0,
+    "forget to await": lambda: ignore_cancellation("", "0", [], []),
     "too many parts": lambda: {str(number): 1.0 for number in range(100_000)},
     "a long name": lambda: {"n" * 1_000_000: 1.0},
     "complex": lambda: np.complex128(1 + 2j),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +20,8 @@ import pytest
 
 from archon.rl.rewards import AsyncRewardWrapper, RewardCrashed, RewardInvalid, RewardRaised, RewardTimeout, in_process
 from archon.rl.rewards.pool import MAX_OUTPUT_BYTES
+from archon.rl.rewards.result import as_reward
+from archon.rl.rewards.worker import LENGTH
 from tests.rl.rewards import hostile
 from tests.tolerances import SOON_SECONDS
 
@@ -53,6 +58,7 @@ async def test_a_call_begins_in_the_state_of_the_process_before_the_last(monkeyp
     [
         ("raise 50 MB", RewardRaised, "raised ValueError: eee"),
         ("raise without a text", RewardRaised, "its text cannot be read: RuntimeError"),
+        ("forget to await", RewardInvalid, "returned a coroutine; define it with `async def`"),
         ("too many parts", RewardInvalid, "returned 100,000 parts; expected at most 256"),
         ("a long name", RewardInvalid, "names must be strings of at most 200 characters"),
         ("complex", RewardInvalid, r"returned \(1\+2j\)"),
@@ -73,6 +79,30 @@ async def test_a_result_that_cannot_be_trained_is_named_in_a_short_message(fault
         ):
             await reward("prompt", fault, [], [])
         assert len(str(caught.value)) < 2500
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_forgotten_await_prints_no_warning_of_python(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(RewardInvalid):
+        as_reward(hostile.obey("", "forget to await", [], []), "obey")
+    gc.collect()
+    assert not recwarn.list
+
+
+def test_a_worker_whose_socket_closes_with_a_reply_in_it_ends_in_silence() -> None:
+    ours, theirs = socket.socketpair()
+    setup = {"main": None, "function": pickle.dumps(hostile.obey), "name": "obey"}
+    code = "import sys; from archon.rl.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    command = [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as worker:
+        theirs.close()
+        for body in (pickle.dumps(setup), pickle.dumps((("", "2.0", [], []), {}))):
+            ours.sendall(LENGTH.pack(len(body)) + body)
+        while ours.recv(4096, socket.MSG_PEEK).count(b'"event"') < 2:
+            time.sleep(0.01)
+        ours.close()
+        errors = worker.communicate(timeout=30)[1]
+    assert (worker.returncode, errors) == (0, b"")
 
 
 async def test_what_a_call_prints_is_bounded(capfd: pytest.CaptureFixture[str]) -> None:
