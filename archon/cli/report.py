@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from archon.checkpoint.atomic import write_text
 from archon.schema.config import require_output
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from archon.training.runner import Runner
 
 SETTINGS: dict[str, Any] = {
@@ -63,10 +66,20 @@ def command(
         print(path)
 
 
-def write_run_report(runner: Runner) -> None:
-    """Write and log the report of a finished run, with PNG curves if matplotlib is installed."""
-    from archon.tools.report import write_report
+def write_run_report(runner: Runner, config: BaseModel) -> None:
+    """Write the report of a finished run and the card of its export; log both with the command to type next.
 
+    The report has curves as PNG if matplotlib is installed.
+    """
+    from archon.tools.report import load_run, write_report
+    from archon.tools.report.summary import model_card, next_command
+
+    export = runner.directory.export
     if runner.directory.metrics.stat().st_size > 0:
         page, *_ = write_report(runner.directory.path, curves=importlib.util.find_spec("matplotlib") is not None)
         runner.log(f"report: {page}")
+        if export.is_dir():
+            write_text(export / "README.md", model_card(load_run(runner.directory.path, trajectories=False)))
+    if export.is_dir():
+        runner.log(f"export: {export}")
+        runner.log(f"next: {next_command(config.model_dump(mode='json'), export)}")

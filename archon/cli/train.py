@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from archon.checkpoint.hub import config_file, parse_hub_id
 from archon.cli.config import config_command, load_config, read_bootstrap, read_values
 from archon.cli.options import ConfigFile, DryRun, Overrides, PresetName, TargetGpu
 from archon.cli.report import write_run_report
-from archon.schema.config import EngineConfig, expand_path
+from archon.schema.config import expand_path
 
 
 class Run(NamedTuple):
@@ -133,9 +132,7 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
         else:
             getattr(rl, run.trainer)(config, runner).train()
         if runner.world.is_main:
-            write_run_report(runner)
-            if runner.directory.export.is_dir():
-                runner.log(f"next: {next_command(command, config, engine, runner.directory.export)}")
+            write_run_report(runner, config)
     return runner.exit_code
 
 
@@ -147,17 +144,3 @@ def require_files(values: dict[str, Any], model: str) -> None:
         folder = expand_path(path)
         if parse_hub_id(folder) is None:
             config_file(folder)
-
-
-def next_command(command: str, config: Any, engine: EngineConfig, export: Path) -> str:
-    """Return a command that uses the export of a finished run."""
-    folder = shlex.quote(str(export))
-    if command == "preference" and config.loss == "reward":
-        return f"archon rl reward.model={folder} …"
-    base = shlex.quote(str(engine.path))
-    if engine.lora is None:
-        return f"archon generate {folder} --prompt …"
-    if engine.lora.loras is None:
-        return f"archon generate {base} --lora {folder} --prompt …"
-    loras = " ".join(f"--lora {shlex.quote(f'{name}={export / name}')}" for name in engine.lora.loras)
-    return f"archon serve {base} {loras}"

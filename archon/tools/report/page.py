@@ -21,6 +21,7 @@ from archon.tools.bench.bench_record import BenchRecord
 from archon.tools.report.bench_page import bench_data
 from archon.tools.report.curves import COLORS, moving_average
 from archon.tools.report.run_data import RunData, Series
+from archon.tools.report.summary import summarize
 
 # Concatenated in this order to one script; the first file defines functions for all others.
 SCRIPTS = ("common.js", "charts.js", "trajectories.js", "page.js")
@@ -73,6 +74,7 @@ def _page_data(run: RunData) -> dict[str, Any]:
         "groups": run.sampled.groups,
         "selection": run.sampled.selection,
         "config": run.config,
+        "summary": list(summarize(run).items()),
     }
 
 

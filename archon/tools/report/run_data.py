@@ -101,8 +101,8 @@ class RunData:
         return [self.series[name] for name in names if len(set(self.series[name].values)) > 1]
 
 
-def load_run(run_dir: str | Path) -> RunData:
-    """Return the data of a finished or running run.
+def load_run(run_dir: str | Path, *, trajectories: bool = True) -> RunData:
+    """Return the data of a finished or running run, with its sampled trajectories unless that is False.
 
     Raises:
         ConfigError: the folder is missing or has no metrics.
@@ -119,12 +119,13 @@ def load_run(run_dir: str | Path) -> RunData:
     if not series:
         raise ConfigError(f"{metrics} has no numbers yet; wait for the run's first step")
     times = [time for record in records if math.isfinite(time := _number(record.get("time")) or math.nan)]
-    trajectories = path / TRAJECTORIES_FILE
+    sampled = path / TRAJECTORIES_FILE
+    groups = read_jsonl(sampled) if trajectories and sampled.is_file() else []
     config = path / "config.yaml"
     return RunData(
         path=path,
         series=series,
-        sampled=sample(read_jsonl(trajectories) if trajectories.is_file() else [], path / IMAGES_FOLDER),
+        sampled=sample(groups, path / IMAGES_FOLDER),
         seconds=times[-1] - times[0] if times else 0.0,
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
     )

@@ -3,6 +3,11 @@ function header() {
   document.getElementById("header").append(make("h1", {}, run.name), make("div", { class: "facts" }, ...facts));
 }
 
+function summary() {
+  const facts = run.summary.flatMap(([title, text]) => [make("dt", {}, title), make("dd", {}, text)]);
+  document.getElementById("summary").append(...facts);
+}
+
 function tiles() {
   const tile = (label, value, was = "") =>
     make("div", { class: "tile" }, make("div", { class: "label" }, label), make("div", { class: "value" }, value),
@@ -33,6 +38,7 @@ function configuration() {
 }
 
 header();
+summary();
 tiles();
 charts();
 trajectories();
