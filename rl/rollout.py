@@ -51,6 +51,7 @@ class RolloutBatch:
         prompts: the prompt of each group.
         counts: counts of prompts, episodes, dropped samples and failures.
         numbers: means of the values that workflows recorded.
+        reward: mean of all answers of the step, those of dropped groups included; None if unknown.
         dropped: all groups, if zero variance dropped every one.
     """
 
@@ -58,6 +59,7 @@ class RolloutBatch:
     prompts: list[Prompt] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     numbers: dict[str, float] = field(default_factory=dict)
+    reward: float | None = None
     dropped: RolloutBatch | None = field(default=None, repr=False)
 
     @classmethod
@@ -293,6 +295,8 @@ class Rollout:
                 batch.counts["filtered_groups"] += 1
         batch.counts["episodes"] = len(episodes)
         batch.numbers = recorded_means(episodes)
+        rewards = [reward for episode in episodes for reward in episode.rewards.tolist()]
+        batch.reward = sum(rewards) / len(rewards) if rewards else None
         for name, error in first.items():
             event = "samples dropped" if name.startswith("dropped/") else "episodes failed"
             self._log(f"step {step}: {batch.counts[name]} {event} ({name.partition('/')[2]}): {error}")

@@ -33,6 +33,7 @@ def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
         rewards = batch.trajectories["rewards"].double()
         metrics = {
             "reward": rewards.mean().item(),
+            "trained_reward": rewards.mean().item(),
             "reward_std": rewards.std(correction=0).item(),
             "length": batch.trajectories["loss_mask"].sum(1).double().mean().item(),
             "samples": float(len(rewards)),
@@ -41,6 +42,8 @@ def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
         }
         if "truncated" in batch.trajectories:
             metrics["truncated"] = batch.trajectories["truncated"].double().mean().item()
+    if batch.reward is not None:  # of every answer: dropping groups of equal rewards would hide progress
+        metrics["reward"] = batch.reward
     if generated := batch if batch else batch.dropped:
         metrics["nonzero_rewards"] = (generated.trajectories["rewards"] != 0).double().mean().item()
         metrics["group_size"] = len(trajectory_ids(generated.trajectories).unique()) / len(generated.prompts)

@@ -345,6 +345,8 @@ def test_zero_variance_groups_are_kept_or_dropped_and_counted(engine: InProcessE
     dropped, _, stream = collect(engine, FlatOnOdd(rlvr), n=6, zero_variance="drop")
     assert [prompt.index for prompt in dropped.prompts] == [0, 2, 4]
     assert (dropped.counts["zero_variance_groups"], dropped.counts["resampled"], stream.asked) == (3, 0, [6])
+    n = len(kept.trajectories["rewards"]) // 6  # three groups of ones, three of 0 to n - 1
+    assert kept.reward == dropped.reward == pytest.approx((1 + (n - 1) / 2) / 2)
 
 
 def test_resampling_replaces_zero_variance_groups_within_its_bound(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:

@@ -59,6 +59,9 @@ def test_staleness_worked_by_hand() -> None:
 def test_batch_metrics_worked_by_hand(batch: RolloutBatch) -> None:
     metrics = batch_metrics(batch, version=7)
     assert (metrics["reward"], metrics["reward_std"], metrics["length"]) == (0.5, 0.5, 2.0)
+    batch.reward = 0.75  # with the dropped groups
+    metrics = batch_metrics(batch, version=7)
+    assert (metrics["reward"], metrics["trained_reward"]) == (0.75, 0.5)
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (2.0, 3.0)
     assert metrics["truncated"] == 0.5
     assert metrics["group_size"] == 2.0
