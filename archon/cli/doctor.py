@@ -47,8 +47,8 @@ def command(
 
     if path is None:
         used = {"--layout": layout != "d1", "--rank": rank is not None, "--fresh": fresh, "--lora": lora is not None}
-        if options := [name for name, is_used in used.items() if is_used]:
-            raise ConfigError(f"{options[0]} needs PATH, a checkpoint; without PATH the installation is checked")
+        if needing := [name for name, is_used in used.items() if is_used]:
+            raise ConfigError(f"{needing[0]} needs PATH, a checkpoint; without PATH the installation is checked")
         from archon.tools.doctor.installation import check_installation
 
         checks = []
