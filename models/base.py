@@ -21,7 +21,7 @@ from archon.models.layers.linear import Embedding, Linear
 from archon.models.layers.moe import GroupedExperts, Router, RouterStats
 from archon.models.layers.norm import LayerNorm, RMSNorm
 from archon.models.layers.rope import RotaryEmbedding, Rotation
-from archon.models.layers.spec import LayerSpec
+from archon.models.layers.spec import LayerSpec, NoFeedForward, NoMixer
 from archon.models.vision.images import Grid, PackedImages
 from archon.parallel.comm import all_gather_replicated
 from archon.parallel.torch_private import register_dataclass
@@ -31,15 +31,17 @@ __all__ = ["BaseArchonModel", "BaseModelArgs", "ModelInputs", "TransformerBlock"
 
 
 class TransformerBlock(nn.Module):
-    """Transformer block: a mixer, then a feed-forward network or mixture of experts, with residuals."""
+    """Transformer block: a mixer, then a feed-forward network or mixture of experts, with residuals; or one of them."""
 
     def __init__(self, layer: int, spec: LayerSpec, dim: int) -> None:
         super().__init__()
         self.mixer_name, self.residual_multiplier = spec.mixer.module_name, spec.residual_multiplier
         self.moe: nn.Module | None = None
         self.feed_forward: nn.Module | None = None
-        setattr(self, self.mixer_name, spec.mixer.build(layer, dim))
-        setattr(self, spec.feed_forward.module_name, spec.feed_forward.build(dim))
+        if not isinstance(spec.mixer, NoMixer):
+            setattr(self, self.mixer_name, spec.mixer.build(layer, dim))
+        if not isinstance(spec.feed_forward, NoFeedForward):
+            setattr(self, spec.feed_forward.module_name, spec.feed_forward.build(dim))
         before, after = (spec.norm_placement in (place, "both") for place in ("before", "after"))
         self.is_parallel = spec.norm_placement == "parallel"
         self.attention_norm = spec.norm.build(dim) if before or self.is_parallel else None
@@ -56,13 +58,15 @@ class TransformerBlock(nn.Module):
         `layer_experts` [T, k] are an argument, so that recomputation uses them too.
         """
         normed = _normed(self.attention_norm, x)
-        mixed = getattr(self, self.mixer_name)(normed, rotation, attention)
-        x = self._add(x, _normed(self.attention_post_norm, mixed))
+        if self.mixer_name:
+            mixed = getattr(self, self.mixer_name)(normed, rotation, attention)
+            x = self._add(x, _normed(self.attention_post_norm, mixed))
         normed = normed if self.is_parallel else _normed(self.ffn_norm, x)
         if self.feed_forward is not None:
             out = self.feed_forward(normed, attention.lora_mapping)
             return self._add(x, _normed(self.ffn_post_norm, out))
-        assert self.moe is not None
+        if self.moe is None:
+            return x
         out, stats = self.moe(normed, attention.valid_mask, attention.lora_mapping, layer_experts)
         return self._add(x, _normed(self.ffn_post_norm, out)), stats
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from archon.models.args.mamba import MAMBA_EXAMPLES, MAMBA_FIELDS, MAMBA_HF_MAP, MambaModelArgs
+from archon.models.args.mamba import MAMBA_EXAMPLES, MAMBA_FIELDS, ExpandedMambaModelArgs, mamba_map
 from archon.models.args.moe import LOCAL_EXPERT_FIELDS, MoEModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.granite import GraniteModelArgs
@@ -20,7 +20,7 @@ from archon.models.spec import define_family
 
 
 @dataclass
-class GraniteMoEHybridModelArgs(MambaModelArgs, MoEModelArgs):
+class GraniteMoEHybridModelArgs(ExpandedMambaModelArgs, MoEModelArgs):
     """Arguments of Granite 4, see `MambaModelArgs` and `MoEModelArgs`.
 
     Attributes:
@@ -85,6 +85,6 @@ GraniteMoEHybridModel = BaseArchonModel[GraniteMoEHybridModelArgs]
 GraniteMoEHybridStateDictAdapter, parallelize_granitemoehybrid, SPEC = define_family(
     "granitemoehybrid",
     GraniteMoEHybridModel,
-    {**DENSE_HF_MAP, **MAMBA_HF_MAP, **EXPERTS_MAP, **_shared("moe.shared_experts")},
+    {**DENSE_HF_MAP, **mamba_map("model.layers.{}.mamba."), **EXPERTS_MAP, **_shared("moe.shared_experts")},
     adapter=_Adapter,
 )

@@ -57,6 +57,7 @@ FAMILIES = (
     "ministral3",
     "mistral",
     "mixtral",
+    "nemotron_h",
     "olmo2",
     "olmo3",
     "olmoe",
@@ -99,10 +100,6 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
 }
 _INDEXED = "a learned indexer selects the tokens of its attention, and hyper-connections replace the residual stream"
 UNSUPPORTED |= {
-    "nemotron_h": (
-        "each layer is a Mamba-2 scan, an attention or a network alone, and its experts have no gate",
-        "granitemoehybrid",
-    ),
     "falcon_h1": ("each layer has a Mamba-2 scan next to its attention", "granitemoehybrid"),
     "qwen4_exp": (_INDEXED, "qwen3_5_moe"),
     "glm5_next": (_INDEXED, "glm4_moe_lite"),

@@ -330,5 +330,5 @@ def _reads_group_sizes(model: BaseArchonModel) -> bool:
     if not experts:
         return False
     fast = torch.cuda.get_device_capability()[0] in _GROUPED_MM_CAPABILITIES
-    aligned = all(width % 8 == 0 for module in experts for width in module.w1.shape[1:])
-    return not (fast and aligned and all(module.w1.dtype == torch.bfloat16 for module in experts))
+    aligned = all(width % 8 == 0 for module in experts for width in module.w3.shape[1:])
+    return not (fast and aligned and all(module.w3.dtype == torch.bfloat16 for module in experts))

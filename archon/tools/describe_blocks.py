@@ -22,7 +22,7 @@ from archon.models.layers.mamba import MambaLayer
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeSpec
-from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec
+from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec, NoFeedForward, NoMixer
 
 CODE_WIDTH = 52
 
@@ -38,7 +38,8 @@ def describe_blocks(args: BaseModelArgs) -> list[str]:
         kinds.setdefault(spec, []).append(layer)
     lines = _embeddings(args)
     for spec, layers in kinds.items():
-        lines += ["", f"{_ranges(layers)}: {_mixer_kind(spec.mixer)}; {_network_kind(spec.feed_forward)}"]
+        parts = filter(None, (_mixer_kind(spec.mixer), _network_kind(spec.feed_forward)))
+        lines += ["", f"{_ranges(layers)}: {'; '.join(parts)}"]
         lines += _block(args, layers[0], spec)
     return [*lines, "", *_head(args)]
 
@@ -101,10 +102,13 @@ def _block(args: BaseModelArgs, layer: int, spec: LayerSpec) -> list[str]:
     )
     factor = "" if spec.residual_multiplier == 1 else f"{spec.residual_multiplier:g} * "
     for name, norm, describe, part in parts:
+        if not name:  # an absent mixer or network
+            continue
         # A parallel block has one norm, which feeds both parts.
         source, normed = ("n", "n") if spec.norm_placement == "parallel" else ("x", "h")
-        if outer.has(f"{norm}_norm"):
-            outer.add(f"{normed} = {norm}_norm(x)", _norm(spec.norm), names=[f"{norm}_norm"])
+        norm_name = "attention_norm" if normed == "n" else f"{norm}_norm"
+        if outer.has(norm_name):
+            outer.add(f"{normed} = {norm_name}(x)", _norm(spec.norm), names=[norm_name])
             source = normed
         section = _Section(inner[name], "    ")
         describe(section, part, source, args.dim)
@@ -229,18 +233,23 @@ def _describe_network(section: _Section, spec: FeedForwardSpec, x: str, dim: int
     weights = "s[e] / sum(s[e])" if spec.normalize else "s[e]"
     section.add(f"w = {weights}" + ("" if spec.scale == 1 else f" * {spec.scale:g}"), f"[T, {spec.top_k}]")
     hidden = f"[T, {spec.top_k}, {spec.hidden_dim}]"
-    for name, matrix in (("gate", "1"), ("up", "3")):
+    rows = x
+    if spec.latent_dim:
+        rows = "c"
+        section.add(f"c = latent_in({x})", f"[T, {spec.latent_dim}]", names=["latent_in"])
+    for name, matrix in (("gate", "1"), ("up", "3")) if spec.is_gated else (("up", "3"),):
         bias = f" + b{matrix}[e]" if spec.expert_biases else ""
         tensors = [f"experts.w{matrix}", f"experts.b{matrix}"]
-        section.add(f"{name} = w{matrix}[e]({x}){bias}", hidden, names=tensors)
-    code = f"w2[e]({_gated(spec.hidden_act, 'gate', 'up')})"
+        section.add(f"{name} = w{matrix}[e]({rows}){bias}", hidden, names=tensors)
+    code = f"w2[e]({_gated(spec.hidden_act, 'gate', 'up') if spec.is_gated else f'{spec.hidden_act}(up)'})"
     code = f"({code} + b2[e])" if spec.expert_biases else code
     out = "y" if spec.shared_hidden_dim else "h"
-    section.add(f"{out} = sum(w * {code})", f"[T, {dim}]", names=["experts.w2", "experts.b2"])
+    code = f"latent_out(sum(w * {code}))" if spec.latent_dim else f"sum(w * {code})"
+    section.add(f"{out} = {code}", f"[T, {dim}]", names=["experts.w2", "experts.b2", "latent_out"])
     if spec.shared_hidden_dim:
         names = [f"shared_experts.{name}" for name in ("w1", "w3", "w2")]
-        gated = _gated(spec.hidden_act, f"w1({x})", f"w3({x})")
-        section.add(f"shared = w2({gated})", f"[T, {dim}], shared experts", names=names)
+        code = _gated(spec.hidden_act, f"w1({x})", f"w3({x})") if spec.is_gated else f"{spec.hidden_act}(w3({x}))"
+        section.add(f"shared = w2({code})", f"[T, {dim}], shared experts", names=names)
         gate = f"sigmoid(shared_gate({x})) * " if spec.shared_gate else ""
         section.add(f"h = y + {gate}shared", f"[T, {dim}]", names=["shared_gate"])
 
@@ -280,6 +289,8 @@ def _add_query_scale(section: _Section, rope: RopeSpec | None) -> None:
 
 
 def _mixer_kind(spec: MixerSpec) -> str:
+    if isinstance(spec, NoMixer):
+        return ""
     if isinstance(spec, DeltaNetLayer):
         return f"gated delta net ({spec.n_heads} heads)"
     if isinstance(spec, MambaLayer):
@@ -290,6 +301,8 @@ def _mixer_kind(spec: MixerSpec) -> str:
 
 
 def _network_kind(spec: FeedForwardSpec) -> str:
+    if isinstance(spec, NoFeedForward):
+        return ""
     if not spec.n_experts:
         return "dense feed-forward"
     return f"mixture of experts ({spec.top_k} of {spec.n_experts})"

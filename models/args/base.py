@@ -290,7 +290,7 @@ class BaseModelArgs:
         """Sizes that a parallel layout divides."""
         networks = {spec.feed_forward for spec in self.layer_specs}
         mixers = [spec.mixer for spec in self.layer_specs]
-        extra_heads = {mixer.heads for mixer in mixers} - {(self.n_heads, self.n_kv_heads)}
+        extra_heads = {mixer.heads for mixer in mixers if mixer.module_name} - {(self.n_heads, self.n_kv_heads)}
         scans = {mixer.module_name for mixer in mixers if not mixer.gathers_keys}
         sparse = [network for network in networks if network.n_experts]
         return ModelSizes(

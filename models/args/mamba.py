@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from archon.models.args.base import BaseModelArgs
 from archon.models.hf.checks import check_kind, reject_field, require
 from archon.models.hf.config import Field
 from archon.models.hf.fused_tensors import Fused
+from archon.models.layers.feed_forward import get_activation
 from archon.models.layers.mamba import MambaLayer
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.spec import MixerSpec
@@ -29,7 +30,9 @@ class MambaModelArgs(BaseModelArgs):
         mamba_kernel_size: Tokens in the convolution's receptive field.
         mamba_bias, mamba_conv_bias: Biases of the layer's projections, and of its convolution.
         mamba_dt_limits: Smallest and largest step size.
+        mamba_hidden_act: Activation after the convolution; empty means `hidden_act`.
         layer_types: Kind of each layer; empty means Mamba-2 in every layer.
+        layer_kinds: Kinds of layers in the family.
     """
 
     mamba_heads: int = 128
@@ -40,19 +43,23 @@ class MambaModelArgs(BaseModelArgs):
     mamba_bias: bool = False
     mamba_conv_bias: bool = True
     mamba_dt_limits: tuple[float, float] = (0.0, float("inf"))
+    mamba_hidden_act: str = ""
     layer_types: tuple[str, ...] = ()
+
+    layer_kinds: ClassVar[tuple[str, ...]] = (MAMBA, ATTENTION)
 
     def __post_init__(self) -> None:
         self.layer_types = tuple(self.layer_types) or (MAMBA,) * self.n_layers
         low, high = self.mamba_dt_limits
         self.mamba_dt_limits = (low, high)
         super().__post_init__()
-        if len(self.layer_types) != self.n_layers or {*self.layer_types} - {MAMBA, ATTENTION}:
+        if len(self.layer_types) != self.n_layers or {*self.layer_types} - {*self.layer_kinds}:
             raise ConfigError(
-                f"layer_types is {self.layer_types}; expected {MAMBA} or {ATTENTION} for each of {self.n_layers} "
-                "layers",
+                f"layer_types is {self.layer_types}; expected {' or '.join(self.layer_kinds)} for each of "
+                f"{self.n_layers} layers",
                 field="layer_types",
             )
+        get_activation(self.mamba_hidden_act or self.hidden_act, "mamba_hidden_act")  # raises for an unknown name
         for name in ("mamba_heads", "mamba_groups", "mamba_head_dim", "mamba_state_dim", "mamba_kernel_size"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1")
         heads, groups = self.mamba_heads, self.mamba_groups
@@ -70,11 +77,16 @@ class MambaModelArgs(BaseModelArgs):
             self.mamba_state_dim,
             self.mamba_kernel_size,
             NormSpec(self.norm_eps),
-            self.hidden_act,
+            self.mamba_hidden_act or self.hidden_act,
             self.mamba_bias,
             self.mamba_conv_bias,
             self.mamba_dt_limits,
         )
+
+
+@dataclass
+class ExpandedMambaModelArgs(MambaModelArgs):
+    """Arguments of a decoder whose configs give the width of Mamba-2 layers by `mamba_expand`, see `MambaModelArgs`."""
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -86,7 +98,7 @@ class MambaModelArgs(BaseModelArgs):
                 reject_field("layer_types", kinds, f"expected {' or '.join(_KINDS)} for each layer, or null")
             extra = extra | {"layer_types": tuple(_KINDS[kind] for kind in kinds)}
         if limits is not None:
-            extra = extra | {"mamba_dt_limits": _read_limits(limits)}
+            extra = extra | {"mamba_dt_limits": read_step_limits(limits)}
         expand, head_dim = config.pop("mamba_expand", 2), config.pop("mamba_d_head", "auto")
         dim, heads = (
             check_kind(name, config.get(name, default), int)
@@ -102,7 +114,7 @@ class MambaModelArgs(BaseModelArgs):
         return config, extra | {"mamba_head_dim": inner // heads}
 
 
-def _read_limits(limits: Any) -> tuple[float, float]:
+def read_step_limits(limits: Any) -> tuple[float, float]:
     """Return the smallest and the largest step size; no largest one is infinity, or transformers' text for it."""
     if not isinstance(limits, list | tuple) or len(limits) != 2:
         reject_field("time_step_limit", limits, "expected the smallest and the largest step size")
@@ -132,18 +144,22 @@ MAMBA_EXAMPLES: dict[str, tuple[Any, ...]] = {
     # A group's output is near 0 if its gate is; with a small epsilon the norm magnifies rounding.
     "rms_norm_eps": (0.1,),
 }
-_HF, _NATIVE = "model.layers.{}.mamba.", "layers.{}.mamba."
-MAMBA_HF_MAP: dict[str, str | Fused | None] = {
-    **{
-        f"{_HF}in_proj.{part}": Fused(tuple(f"{_NATIVE}{name}.{part}" for name in ("wz", "wx", "wb", "wc", "wdt")))
-        for part in ("weight", "bias")
-    },
-    **{
-        f"{_HF}conv1d.{part}": Fused(tuple(f"{_NATIVE}{name}_conv.{part}" for name in "xbc"))
-        for part in ("weight", "bias")
-    },
-    **{f"{_HF}{name}": f"{_NATIVE}step.{name}" for name in ("A_log", "dt_bias", "D")},
-    f"{_HF}norm.weight": f"{_NATIVE}norm.weight",
-    f"{_HF}out_proj.weight": f"{_NATIVE}wo.weight",
-    f"{_HF}out_proj.bias": f"{_NATIVE}wo.bias",
-}
+
+
+def mamba_map(hf: str) -> dict[str, str | Fused | None]:
+    """Return the names of a Mamba-2 mixer whose Hugging Face prefix is `hf`."""
+    native = "layers.{}.mamba."
+    return {
+        **{
+            f"{hf}in_proj.{part}": Fused(tuple(f"{native}{name}.{part}" for name in ("wz", "wx", "wb", "wc", "wdt")))
+            for part in ("weight", "bias")
+        },
+        **{
+            f"{hf}conv1d.{part}": Fused(tuple(f"{native}{name}_conv.{part}" for name in "xbc"))
+            for part in ("weight", "bias")
+        },
+        **{f"{hf}{name}": f"{native}step.{name}" for name in ("A_log", "dt_bias", "D")},
+        f"{hf}norm.weight": f"{native}norm.weight",
+        f"{hf}out_proj.weight": f"{native}wo.weight",
+        f"{hf}out_proj.bias": f"{native}wo.bias",
+    }

@@ -105,9 +105,11 @@ def transformers_map(hf_map: HFMap) -> dict[str, str | Fused | None]:
     """Convert a checkpoint map to the map of transformers' in-memory models.
 
     transformers 5 stacks the experts of a layer in memory (its `conversion_mapping`): gate and up as
-    `experts.gate_up_proj` [E, 2F, dim], down as `experts.down_proj` [E, dim, F].
+    `experts.gate_up_proj` [E, 2F, dim], or up alone as `experts.up_proj` [E, F, dim], down as `experts.down_proj`
+    [E, dim, F].
     """
     names: dict[str, str | Fused | None] = {}
+    parameters = {entry for entry in hf_map.values() if isinstance(entry, str)}
     for hf, entry in hf_map.items():
         if part := next((part for part in _IN_MEMORY if part in hf), None):
             names[hf.replace(part, _IN_MEMORY[part])] = entry
@@ -119,6 +121,8 @@ def transformers_map(hf_map: HFMap) -> dict[str, str | Fused | None]:
             names[hf] = entry
         elif matrix == "w2":
             names[f"{prefix}.experts.down_proj"] = entry
+        elif f"{stack}.w1" not in parameters:
+            names[f"{prefix}.experts.up_proj"] = entry
         else:
             names[f"{prefix}.experts.gate_up_proj"] = Fused((f"{stack}.w1", f"{stack}.w3"), dim=1)
     return names

@@ -49,10 +49,10 @@ ACTIVATIONS: dict[str, Activation] = {
 """Activations by Hugging Face's `hidden_act`."""
 
 
-def get_activation(name: str) -> Activation:
-    """Return the activation with this name in `ACTIVATIONS`; ConfigError for an unknown name."""
+def get_activation(name: str, field: str = "hidden_act") -> Activation:
+    """Return the activation with this name in `ACTIVATIONS`; ConfigError for an unknown name, which is in `field`."""
     if name not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act is {name!r}; expected one of {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"{field} is {name!r}; expected one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 

@@ -2,7 +2,8 @@
 
     out_t = sum over the k experts e chosen for token t of p_te * w2_e (act(w1_e x_t) * w3_e x_t)
 
-with p the softmax, or the sigmoid, of the router's logits, optionally divided by its sum over the k.
+or p_te * w2_e act(w3_e x_t) without a gate, with p the softmax, or the sigmoid, of the router's logits, optionally
+divided by its sum over the k.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ class RouterStats(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsLayer(FeedForwardSpec):
-    """Mixture of `n_experts` gated networks of inner width `hidden_dim`; each token uses `top_k`.
+    """Mixture of `n_experts` networks of inner width `hidden_dim`, gated or not; each token uses `top_k`.
 
     Attributes:
         hidden_act: the name of an activation, or an activation of gate and up.
+        is_gated: the routed and the shared experts have a gate.
         score: function from logits to scores, used to choose and to weigh experts.
         normalize: divide the chosen experts' scores by their sum plus `normalize_epsilon`. With softmax scores this is
             the softmax over the chosen experts' logits.
@@ -73,8 +75,11 @@ class ExpertsLayer(FeedForwardSpec):
         correction_bias: choose experts by score plus a bias that checkpoints store, see `Router`.
         balance: add that bias even if checkpoints store none (it then starts at 0), and let
             `archon.engine.router_balance` update it.
-        expert_biases: the three matrices of each expert have biases.
+        expert_biases: the matrices of each expert have biases.
+        latent_dim: width of a projection of the token, which the routed experts read; a second projection maps the
+            weighted sum of their outputs back. 0 for neither.
         shared_hidden_dim: inner width of the shared experts, which process every token; 0 for none.
+        shared_bias: the shared experts, and the projections of `latent_dim`, have biases.
         shared_gate: multiply the shared experts' output by the sigmoid of a linear function of the token.
 
     Raises:
@@ -100,6 +105,9 @@ class ExpertsLayer(FeedForwardSpec):
     expert_biases: bool = False
     shared_hidden_dim: int = 0
     shared_gate: bool = False
+    is_gated: bool = True
+    latent_dim: int = 0
+    shared_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.score not in get_args(Score):
@@ -125,9 +133,14 @@ class ExpertsLayer(FeedForwardSpec):
 
     def parameters(self, dim: int) -> tuple[int, int]:
         """See `FeedForwardSpec.parameters`; the router, the shared and the chosen experts are active."""
-        expert = 3 * dim * self.hidden_dim
-        always = dim * self.n_experts + 3 * dim * self.shared_hidden_dim + dim * self.shared_gate
+        matrices = 3 if self.is_gated else 2
+        expert = matrices * self.expert_dim(dim) * self.hidden_dim
+        always = dim * (self.n_experts + matrices * self.shared_hidden_dim + self.shared_gate + 2 * self.latent_dim)
         return always + self.top_k * expert, always + self.n_experts * expert
+
+    def expert_dim(self, dim: int) -> int:
+        """See `FeedForwardSpec.expert_dim`."""
+        return self.latent_dim or dim
 
     def with_balancing_bias(self) -> ExpertsLayer:
         """See `FeedForwardSpec.with_balancing_bias`."""
@@ -263,14 +276,14 @@ def _replay(chosen: Tensor, routed_experts: Tensor, valid_mask: Tensor | None) -
 
 
 class GroupedExperts(nn.Module):
-    """Gated networks of all local experts: w1, w3 [E, hidden, dim] and w2 [E, dim, hidden].
+    """Networks of all local experts: w1, w3 [E, hidden, dim] and w2 [E, dim, hidden]; w1 is None without a gate.
 
     Under expert parallelism E counts this rank's experts. `etp` shards w1, w3, b1, b3 and the columns of w2 by hidden
     features, so that the ranks' outputs are terms of a sum; it shards b2 by features, so that each feature of b2 is in
     one term.
 
     Attributes:
-        b1, b2, b3: [E, out], biases of w1, w2 and w3; None without `expert_biases`.
+        b1, b2, b3: [E, out], biases of w1, w2 and w3; None without `expert_biases`, or without the matrix.
         lora: LoRAs of w1, w2 and w3 by matrix name.
         fp8: scaling of the FP8 matmuls by matrix name; None for the compute dtype.
     """
@@ -286,12 +299,12 @@ class GroupedExperts(nn.Module):
         self.n_experts, self.dim = n_experts, dim
         act = spec.hidden_act
         self.act = get_activation(act) if isinstance(act, str) else act
-        self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim)) if spec.is_gated else None
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.b1, self.b2, self.b3 = (
-            nn.Parameter(torch.empty(n_experts, out)) if spec.expert_biases else None
-            for out in (hidden_dim, dim, hidden_dim)
+            nn.Parameter(torch.empty(n_experts, out)) if spec.expert_biases and has_matrix else None
+            for out, has_matrix in ((hidden_dim, spec.is_gated), (dim, True), (hidden_dim, True))
         )
 
     def forward(self, x: Tensor, counts: Tensor, lora_names: tuple[str, ...] = ()) -> Tensor:
@@ -308,9 +321,10 @@ class GroupedExperts(nn.Module):
             counts = groups.unflatten(0, (-1, len(lora_names) + 1)).sum(1)
         ends = group_ends(counts)
         product = partial(self._product, counts=counts, ends=ends, groups=groups, lora_names=lora_names)
-        gate, up = (product(x, matrix) for matrix in ("w1", "w3"))
-        if self.b1 is None:
-            return product(gated_activation(self.act, gate, up), "w2")
+        up = product(x, "w3")
+        gate = None if self.w1 is None else product(x, "w1")
+        if self.b3 is None:
+            return product(self._activate(gate, up), "w2")
         add: Callable[[Tensor, Tensor | None], Tensor]
         if _has_kernels(x):
             from archon.models.cuda.experts import add_bias
@@ -319,14 +333,19 @@ class GroupedExperts(nn.Module):
         else:
             experts = torch.arange(counts.shape[0], device=counts.device)
             add = partial(_add_rows, experts=experts.repeat_interleave(counts, output_size=x.shape[0]))
-        gate, up = add(gate, local(self.b1)), add(up, local(self.b3))
-        hidden = gated_activation(self.act, gate, up)
+        hidden = self._activate(None if gate is None else add(gate, local(self.b1)), add(up, local(self.b3)))
         out_bias = local(self.b2)
         assert out_bias is not None
         if self.etp is not None:
             start = self.etp.rank * out_bias.shape[1]
             out_bias = F.pad(out_bias, (start, self.dim - start - out_bias.shape[1]))
         return add(product(hidden, "w2"), out_bias)
+
+    def _activate(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        if gate is not None:
+            return gated_activation(self.act, gate, up)
+        assert not isinstance(self.act, ClampedSwiGLU), "it needs a gate"
+        return self.act(up)
 
     def _can_compile(self, x: Tensor) -> bool:
         """Return whether torch's compiler knows the shapes of the grouped matmuls.
@@ -356,7 +375,7 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """Describe the module in one line."""
-        return f"{tuple(self.w1.shape)}"
+        return f"{tuple(self.w3.shape)}"
 
 
 def _add_rows(x: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
@@ -382,11 +401,15 @@ class MoE(nn.Module):
 
     def __init__(self, dim: int, spec: ExpertsLayer) -> None:
         super().__init__()
-        self.router, self.experts = Router(dim, spec), GroupedExperts(dim, spec)
+        self.router, self.experts = Router(dim, spec), GroupedExperts(spec.expert_dim(dim), spec)
         self.shared_experts: FeedForward | None = None
         if spec.shared_hidden_dim:
-            self.shared_experts = FeedForward(dim, spec.shared_hidden_dim, spec.hidden_act)
+            width, act = spec.shared_hidden_dim, spec.hidden_act
+            self.shared_experts = FeedForward(dim, width, act, bias=spec.shared_bias, is_gated=spec.is_gated)
         self.shared_gate = Linear(dim, 1, bias=False, role="router") if spec.shared_gate else None
+        latent, bias = spec.latent_dim, spec.shared_bias
+        self.latent_in = Linear(dim, latent, bias=bias, role="latent") if latent else None
+        self.latent_out = Linear(latent, dim, bias=bias, role="latent") if latent else None
 
     def forward(
         self,
@@ -405,14 +428,16 @@ class MoE(nn.Module):
         """
         names, ids = ((), None) if lora_mapping is None else (lora_mapping.names, lora_mapping.local_rows.ids)
         weights, experts, stats = self.router(x, valid_mask, routed_experts)
-        rows = x
+        rows = x if self.latent_in is None else self.latent_in(x, lora_mapping)
         if self.etp is not None:
-            rows, weights = all_gather(x, self.etp), all_gather(weights, self.etp)
+            rows, weights = all_gather(rows, self.etp), all_gather(weights, self.etp)
             experts = all_gather(experts, self.etp)
             ids = None if ids is None else all_gather(ids, self.etp)
         out = self._apply_experts(rows, weights, experts, names, ids)
         if self.etp is not None:
             out = reduce_scatter(out, self.etp)
+        if self.latent_out is not None:
+            out = self.latent_out(out, lora_mapping)
         if self.shared_experts is None:
             return out, stats
         shared = self.shared_experts(x, lora_mapping)

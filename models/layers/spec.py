@@ -7,19 +7,21 @@ feed-forward network is a module plus a subclass of `MixerSpec` or `FeedForwardS
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NoReturn
 
 from torch import nn
 
 from archon.models.attention.decode.cache import CacheSpec
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeSpec
+from archon.schema.errors import FamilyError
 
 NormPlacement = Literal["before", "after", "both", "parallel"]
 """Where a block normalizes: the inputs of mixer and feed-forward network, their outputs, or both.
 
-In a `parallel` block, one norm feeds both, and the block adds both outputs to its input.
+In a `parallel` block, one norm feeds both, and the block adds both outputs to its input. A block of a mixer or a
+network alone, see `NoMixer` and `NoFeedForward`, is a parallel block without the other.
 """
 
 
@@ -72,6 +74,42 @@ class MixerSpec(abc.ABC):
         return 2 * (self.attention_width // self.heads[0]) * (heads + max(kv_heads, cp)) * itemsize
 
 
+@dataclass(frozen=True)
+class NoMixer(MixerSpec):
+    """Absent mixer of a layer that is a feed-forward network alone."""
+
+    module_name: ClassVar[str] = ""
+    rope: RopeSpec | None = field(default=None, init=False)
+    window: int | None = field(default=None, init=False)
+
+    def build(self, layer: int, dim: int) -> NoReturn:
+        """Raise an error: blocks build no module for it."""
+        raise FamilyError("a layer without a mixer has no module for it; build a TransformerBlock of its LayerSpec")
+
+    def parameters(self, dim: int) -> int:
+        """See `MixerSpec.parameters`."""
+        return 0
+
+    @property
+    def attention_width(self) -> int:
+        """See `MixerSpec.attention_width`."""
+        return 0
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """See `MixerSpec.heads`; every number of ranks divides 0."""
+        return 0, 0
+
+    @property
+    def cache(self) -> CacheSpec:
+        """See `MixerSpec.cache`."""
+        return CacheSpec()
+
+    def ulysses_bytes(self, tp: int, cp: int, itemsize: int) -> int:
+        """See `MixerSpec.ulysses_bytes`."""
+        return 0
+
+
 class FeedForwardSpec(abc.ABC):
     """Feed-forward network of a layer. Subclasses are frozen dataclasses.
 
@@ -94,6 +132,10 @@ class FeedForwardSpec(abc.ABC):
     def parameters(self, dim: int) -> tuple[int, int]:
         """Return (active, total) parameter counts of its matrices; a token uses the active ones."""
 
+    def expert_dim(self, dim: int) -> int:
+        """Return the width of the rows that its experts read and write, in a model of width `dim`."""
+        return dim
+
     def with_balancing_bias(self) -> FeedForwardSpec:
         """Return a copy with a balancing bias in its router; see `ExpertsLayer.balance`."""
         return self
@@ -110,6 +152,29 @@ class FeedForwardSpec(abc.ABC):
 
 
 @dataclass(frozen=True)
+class NoFeedForward(FeedForwardSpec):
+    """Absent feed-forward network of a layer that is a mixer alone."""
+
+    module_name: ClassVar[str] = ""
+    hidden_dim: int = field(default=0, init=False)
+    n_experts: int = field(default=0, init=False)
+    top_k: int = field(default=0, init=False)
+
+    def build(self, dim: int) -> NoReturn:
+        """Raise an error: blocks build no module for it."""
+        raise FamilyError("a layer without a network has no module for it; build a TransformerBlock of its LayerSpec")
+
+    def parameters(self, dim: int) -> tuple[int, int]:
+        """See `FeedForwardSpec.parameters`."""
+        return 0, 0
+
+    @property
+    def hidden_dims(self) -> tuple[int, ...]:
+        """See `FeedForwardSpec.hidden_dims`."""
+        return ()
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer.
 
@@ -117,6 +182,9 @@ class LayerSpec:
         norm: norms of the residual stream.
         norm_placement: see `NormPlacement`.
         residual_multiplier: factor on the outputs that mixer and feed-forward network add to the residual stream.
+
+    Raises:
+        FamilyError: the mixer or the network is absent, and the block is not parallel.
     """
 
     mixer: MixerSpec
@@ -124,3 +192,11 @@ class LayerSpec:
     norm: NormSpec
     norm_placement: NormPlacement = "before"
     residual_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        is_alone = isinstance(self.mixer, NoMixer) or isinstance(self.feed_forward, NoFeedForward)
+        if is_alone and self.norm_placement != "parallel":
+            raise FamilyError(
+                f"norm_placement is {self.norm_placement!r} in a layer of a mixer or a network alone; expected "
+                "'parallel', whose one norm feeds either"
+            )

@@ -101,7 +101,7 @@ def lora_matrices(adapter: BaseStateDictAdapter) -> list[str]:
         if isinstance(module, Linear) and module.role in LORA_ROLES:
             names.append(f"{prefix}.weight")
         elif isinstance(module, GroupedExperts):
-            names += [f"{prefix}.{matrix}" for matrix in EXPERT_MATRICES]
+            names += [f"{prefix}.{matrix}" for matrix in EXPERT_MATRICES if getattr(module, matrix) is not None]
     return names
 
 

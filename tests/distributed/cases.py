@@ -219,6 +219,27 @@ MODELS["mamba_moe"] = MODELS["tied_mamba"] | {
     "mamba_n_groups": 1,
     "intermediate_size": 24,
 }
+# Layers of one mixer or network; experts without a gate, which read a projection of the token.
+MODELS["one_part"] = DENSE | {
+    "model_type": "nemotron_h",
+    "num_hidden_layers": 6,
+    "layers_block_type": ["mamba", "moe", "attention", "mlp", "moe", "mamba"],
+    "rms_norm_eps": 0.1,
+    "layer_norm_epsilon": 0.1,
+    "mlp_bias": True,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_latent_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 4,
+    "ssm_state_size": 6,
+    "use_bias": True,
+    "time_step_min": 0.2,
+}
+MODELS["one_part_wide"] = MODELS["one_part"] | {"moe_latent_size": None, "mlp_bias": False, "n_groups": 1}
 MODELS["qwen3_next"] = MODELS["moe"] | {
     **{name: value for name, value in MODELS["delta"].items() if name.startswith(("linear", "full", "rms"))},
     "model_type": "qwen3_next",

@@ -266,7 +266,7 @@ def check_shards(engine: ArchonEngine) -> None:
             sizes = engine.args
             heads = sizes.delta_key_heads if few_keys else sizes.mamba_groups if few_groups else sizes.n_kv_heads
             model_ways = 1 if heads < dims.tp else dims.tp
-        elif "wq_a" in name or "wkv_a" in name:
+        elif any(part in name for part in ("wq_a", "wkv_a", "latent_in", "latent_out")):
             model_ways = 1
         if name.startswith("visual."):
             model_ways = 1

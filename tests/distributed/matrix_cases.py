@@ -652,5 +652,34 @@ MAMBA: tuple[Case, ...] = (
     _case("d2", "tied_mamba", "states after a branch", **BRANCHING),
 )
 
-BLOCKS += DELTA + MAMBA + FP8 + EXPERTS + LORA_CASES + MULTI_LORA + VISION_LANGUAGE + DEEPSTACK + BRANCHES + REPLAYED
+# Blocks of a mixer or a network alone, and experts without a gate, with and without latents.
+ONE_PART: tuple[Case, ...] = (
+    _case("d2", "one_part", activation_checkpoint=BY_OP),
+    _case("t2", "one_part", "projections of a rank's share of the tokens"),
+    _case("c2", "one_part", context_parallel="ulysses"),
+    _case("c2t2", "one_part", compile=True, context_parallel="ulysses"),
+    _case("d2e2", "one_part", **BALANCED),
+    _case("t2e2", "one_part_wide"),
+    _case("(attn:d1t2|ffn:d1t2)", "one_part", "latents gathered for experts that ranks share"),
+    _case("d2e2", "one_part_wide", "experts in float32", dtype="float32", gradient_reduction="per_microbatch"),
+    _pipeline("p2", "interleaved_1f1b", "one_part", "stages without a mixer", activation_checkpoint=FULL),
+    _case("t2", "one_part", **LORA),
+    _case("(attn:d1t2|ffn:d1t2)", "one_part_wide", **LORA),
+    _case("d2", "one_part", "states after a branch", **BRANCHING),
+    _case("d2", "one_part_wide", critic=True, **GIVEN),
+)
+
+BLOCKS += (
+    DELTA
+    + MAMBA
+    + ONE_PART
+    + FP8
+    + EXPERTS
+    + LORA_CASES
+    + MULTI_LORA
+    + VISION_LANGUAGE
+    + DEEPSTACK
+    + BRANCHES
+    + REPLAYED
+)
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

@@ -45,6 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
         {"layer_types": ["mamba", "mamba", "mamba", "attention"], "num_local_experts": 0},
         5,
     ),
+    "mixers and networks alone": ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "mlp"]}, 7),
 }
 
 FAST = ("dense", "experts, sinks and windows")

@@ -31,9 +31,12 @@ def activations(layer: LayerSpec, tokens: int = TOKENS, layout: str = "d1") -> B
     return block_activations(DENSE["hidden_size"], layer, MicroBatchShard(parse_layout(layout), tokens, 2), "auto")
 
 
-@pytest.mark.parametrize("name", ["dense", "bias", "norms_both", "moe", "latent", "delta", "mamba"])
-def test_a_dry_run_counts_what_the_formulas_count(name: str) -> None:
-    spec = args_of(name).layer_specs[0]
+FIRST = [(name, 0) for name in ("dense", "bias", "norms_both", "moe", "latent", "delta", "mamba")]
+
+
+@pytest.mark.parametrize(("name", "layer"), [*FIRST, *(("one_part", layer) for layer in range(4))])
+def test_a_dry_run_counts_what_the_formulas_count(name: str, layer: int) -> None:
+    spec = args_of(name).layer_specs[layer]
     traced, formula = trace_block(DENSE["hidden_size"], spec, torch.bfloat16), activations(spec)
     assert traced.input == formula.input
     # The planner's aim for memory is 10 %.

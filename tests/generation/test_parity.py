@@ -40,6 +40,7 @@ FAMILIES = {
     "ministral3": ("ministral3", {}),
     "minimax_m2": ("minimax_m2", {}),
     "mistral": ("mistral", {"sliding_window": None}),
+    "nemotron_h": ("nemotron_h", {}),
     "olmo3": (
         "olmo3",
         {"sliding_window": 6, "layer_types": ("sliding_attention", "full_attention", "sliding_attention")},

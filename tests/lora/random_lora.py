@@ -18,8 +18,9 @@ def matrices(model: nn.Module) -> list[str]:
     """The names of every matrix that can have an adapter."""
     modules = dict(model.named_modules())
     linear = [f"{name}.weight" for name, m in modules.items() if isinstance(m, Linear) and m.role in LORA_ROLES]
+    own = dict(model.named_parameters())
     experts = [f"{name}.{w}" for name in modules if name.endswith(".experts") for w in EXPERT_MATRICES]
-    return linear + experts
+    return linear + [name for name in experts if name in own]  # without a gate there is no w1
 
 
 def random_lora(model: nn.Module, seed: int, rank: int = 3, alpha: float = 6.0) -> LoRAWeights:

@@ -52,12 +52,15 @@ def test_in_float64_too(family: str, seed: int) -> None:
     assert beyond(parity(seed, family, dtype=torch.float64), PARITY_FP64) == {}
 
 
+ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 COMMON: tuple[Feature, ...] = (
-    lambda c: c.tie_word_embeddings,
     lambda c: not c.tie_word_embeddings,
     lambda c: c.num_attention_heads == c.num_key_value_heads,
-    lambda c: (getattr(c, "hidden_act", None) or c.hidden_activation) != "silu",
+    lambda c: next(getattr(c, name) for name in ACTIVATIONS if hasattr(c, name)) != "silu",
 )
+TIED: tuple[Feature, ...] = (lambda c: c.tie_word_embeddings,)
+# Families whose model in transformers never ties weights.
+NEVER_TIED = ("nemotron_h",)
 OWN_HEAD_DIM: tuple[Feature, ...] = (lambda c: c.head_dim * c.num_attention_heads != c.hidden_size,)
 # Families whose heads always have hidden_size / num_attention_heads features.
 DERIVED_HEAD_DIM = ("cohere2", "olmoe", "qwen2_5_vl")
@@ -140,6 +143,22 @@ OWN: dict[str, tuple[Feature, ...]] = {
         lambda c: c.time_step_limit[1] == float("inf"),
     ),
     "granitemoe": (*BIASES, lambda c: 1 < c.num_experts_per_tok < c.num_local_experts),
+    "nemotron_h": (
+        lambda c: c.mlp_hidden_act == "relu2",
+        lambda c: c.mlp_bias,
+        lambda c: c.use_bias,
+        lambda c: c.moe_latent_size is None,
+        lambda c: c.moe_latent_size is not None,
+        lambda c: c.n_group > c.topk_group,
+        lambda c: c.routed_scaling_factor != 1,
+        lambda c: c.layers_block_type.count("linear_attention") > 1,
+        lambda c: c.layers_block_type.count("moe") > 1,
+        lambda c: 1 < c.n_groups < c.mamba_num_heads,
+        lambda c: c.n_groups == 1,
+        lambda c: not c.use_conv_bias,
+        lambda c: c.mamba_hidden_act != "silu",
+        lambda c: c.time_step_min > 0.1,
+    ),
     "hy_v3": (*BIASES, *DENSE_LAYERS, lambda c: c.num_shared_experts > 1),
     "olmo2": BIASES,
     "olmoe": (*BIASES, lambda c: c.norm_topk_prob, lambda c: not c.norm_topk_prob),
@@ -229,5 +248,6 @@ def test_the_configurations_of_a_family_cover_its_features(family: str) -> None:
         assert sum(max(n) > c.max_position_embeddings for c, n in zip(configs, lengths, strict=True)) >= 4
     grouped = () if hasattr(configs[0], "kv_lora_rank") else GROUPED
     grouped += () if family in DERIVED_HEAD_DIM else OWN_HEAD_DIM
+    grouped += () if family in NEVER_TIED else TIED
     for number, feature in enumerate(COMMON + grouped + OWN.get(family, ())):
         assert sum(bool(feature(c)) for c in configs) >= 2, f"feature {number} of {family}"

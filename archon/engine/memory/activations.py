@@ -23,7 +23,7 @@ from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.logit_tiles import kernel_rows, tile_shape
 from archon.models.layers.mamba import MambaLayer
 from archon.models.layers.moe import ExpertsLayer
-from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec
+from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec, NoFeedForward, NoMixer
 from archon.parallel.context import ulysses_repeat
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.resolve import context_parallel_kind
@@ -129,6 +129,7 @@ _INPUTS = {
     "act(up) [T, F]": ("feed_forward.w2",),
     "rows in expert order [n, dim]": ("moe.experts.w1", "moe.experts.w3"),
     "act(gate) · up [n, F]": ("moe.experts.w2",),
+    "act(up) [n, F]": ("moe.experts.w2",),
 }
 
 
@@ -147,21 +148,25 @@ def block_activations(
     before, after = (layer.norm_placement in (place, "both") for place in ("before", "after"))
     # A parallel block has one norm and one normed input, which tensor parallelism gathers twice.
     parallel = layer.norm_placement == "parallel"
+    mixes = not isinstance(layer.mixer, NoMixer)
     statistics = rows * wide * (2 if layer.norm.centered else 1)
     attention = [
         SavedTensor("input [r, dim]", hidden),
         SavedTensor("attention_norm: 1/rms [r]", statistics, saved=before or parallel),
         # Without a norm and without tensor parallelism, it is the input.
-        SavedTensor("normed [T, dim]", shard.tokens * dim * b, saved=before or parallel or shard.layout.tp > 1),
+        SavedTensor(
+            "normed [T, dim]", shard.tokens * dim * b, saved=mixes and (before or parallel or shard.layout.tp > 1)
+        ),
         *mixer_activations(layer.mixer, shard, context_parallel),
-        SavedTensor("wo output [T, dim]", shard.tokens * dim * b, saved=False, is_op=True),
+        SavedTensor("wo output [T, dim]", shard.tokens * dim * b * mixes, saved=False, is_op=True),
         SavedTensor("attention_post_norm: input and 1/rms [r, dim + 1]", hidden + statistics, saved=after),
         SavedTensor("after attention [r, dim]", hidden, saved=not parallel),
         SavedTensor("ffn_norm: 1/rms [r]", statistics, saved=before),
     ]
     tensors, working = feed_forward_activations(layer.feed_forward, dim, shard)
-    first = tensors[0] if before or shard.layout.tp > 1 else replace(tensors[0], saved=False)
-    network = [first, *tensors[1:]]
+    # In a parallel block, it is the mixer's.
+    is_input = before or shard.layout.tp > 1 or not mixes
+    network = [replace(tensor, saved=tensor.saved and is_input) for tensor in tensors[:1]] + tensors[1:]
     network.append(SavedTensor("ffn_post_norm: input and 1/rms [r, dim + 1]", hidden + statistics, saved=after))
     tensors = [*attention, *network]
     if lora is not None:
@@ -169,13 +174,17 @@ def block_activations(
         kept = [t.name not in _INPUTS or not names.isdisjoint(_INPUTS[t.name]) for t in tensors]
         tensors = [t if keep else replace(t, saved=False) for t, keep in zip(tensors, kept, strict=True)]
         tensors += [tensor for matrix in lora for tensor in lora_tensors(matrix, layer.feed_forward, shard)]
+    if isinstance(layer.feed_forward, NoFeedForward):
+        working = mixer_working(layer.mixer, shard)
     # The gradient of the block's output is alive during the network's backward.
     return BlockActivations(tuple(tensors), working + hidden)
 
 
 def kinds_without_formula(layer: LayerSpec) -> list[str]:
     """Return the type names of a layer's mixer and feed-forward network that have no registered formula."""
-    kinds = ((layer.mixer, mixer_activations), (layer.feed_forward, feed_forward_activations))
+    kinds = [(layer.mixer, mixer_activations), (layer.feed_forward, feed_forward_activations)]
+    if isinstance(layer.feed_forward, NoFeedForward):
+        kinds[0] = (layer.mixer, mixer_working)
     return [type(kind).__name__ for kind, formulas in kinds if type(kind) not in formulas.registry]
 
 
@@ -373,7 +382,7 @@ def _mamba(mixer: MambaLayer, shard: MicroBatchShard, context_parallel: str) -> 
     states = -(-T * layout.cp // MAX_CHUNK) * H // layout.cp * mixer.state_dim * mixer.head_dim
     exchanged = [SavedTensor("exchanged x, B, C", T * channels * b)] if layout.cp > 1 else []
     # In a narrow dtype, the scan and the gate keep copies in float32 in place of their inputs.
-    activated = T * (channels if b == wide else values) * wide
+    activated = T * channels * wide
     return [
         SavedTensor("wx, wb, wc outputs [T, H P + 2 G N]", T * (values + vectors) * b, saved=False, is_op=True),
         SavedTensor("wz and wdt outputs [T, H P + H]", T * (values + H) * b, saved=b == wide, is_op=True),
@@ -389,6 +398,30 @@ def _mamba(mixer: MambaLayer, shard: MicroBatchShard, context_parallel: str) -> 
         SavedTensor("normed [T, H P]", T * values * b),
         SavedTensor("wo input [T, H P]", T * values * b),
     ]
+
+
+@mixer_activations.register
+def _no_mixer(mixer: NoMixer, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+    return []
+
+
+@singledispatch
+def mixer_working(mixer: MixerSpec, shard: MicroBatchShard) -> int:
+    """Return the peak bytes of temporaries in the backward pass of a mixer that is alone in its block."""
+    raise NotImplementedError(type(mixer).__name__)
+
+
+@mixer_working.register
+def _attention_working(mixer: AttentionLayer, shard: MicroBatchShard) -> int:
+    H, G = mixer.n_heads // shard.layout.tp, max(1, mixer.n_kv_heads // shard.layout.tp)
+    # The gradients of wo's input and, by query head, of queries, keys and values; the last two also by key head.
+    return shard.tokens * (4 * H + 2 * G) * mixer.head_dim * shard.bytes
+
+
+@mixer_working.register
+def _mamba_working(mixer: MambaLayer, shard: MicroBatchShard) -> int:
+    # The gradients of the norm's input and of the product, the gate and the scan's output, in float32.
+    return 4 * shard.tokens * mixer.n_heads // shard.layout.tp * mixer.head_dim * shard.wide
 
 
 @singledispatch
@@ -435,7 +468,13 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
     layout, rows, b, wide = shard.layout, shard.rows, shard.bytes, shard.wide
     chosen, gathered = network.top_k, rows * layout.etp
     n = gathered * chosen
-    inner, outer = n * network.hidden_dim // layout.etp * b, n * dim * b
+    width, parts = network.expert_dim(dim), 2 if network.is_gated else 1
+    up, activated = (
+        ("gate, up [n, 2 F]", "act(gate) · up [n, F]") if network.is_gated else ("up [n, F]", "act(up) [n, F]")
+    )
+    inner, outer = n * network.hidden_dim // layout.etp * b, n * width * b
+    # Squared ReLU saves the ReLU of its input only.
+    keeps_up = network.is_gated or network.hidden_act != "relu2"
     tensors = [
         SavedTensor("normed [r, dim]", rows * dim * b),
         *([SavedTensor("normed in float32 [r, dim]", rows * dim * wide)] if network.fp32_logits and b < wide else []),
@@ -445,18 +484,27 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
         SavedTensor("weights [r, k]", n * b + (rows * chosen * wide if network.normalize else 0)),
         SavedTensor("permutation and its inverse [n]", (4 if layout.ep > 1 else 2) * n * INT64),
         SavedTensor("rows in expert order [n, dim]", outer),
-        SavedTensor("gate, up [n, 2 F]", 2 * inner, is_op=True),
-        SavedTensor("act(gate) · up [n, F]", inner),
+        SavedTensor(up, parts * inner, saved=keeps_up, is_op=True),
+        *([] if keeps_up else [SavedTensor("relu(up) [n, F]", inner)]),
+        SavedTensor(activated, inner),
         SavedTensor("w2 output [n, dim]", outer, saved=False, is_op=True),
         SavedTensor("outputs in token order [n, dim]", outer),
     ]
     if layout.etp > 1:
-        tensors.append(SavedTensor("gathered tokens [T, dim]", gathered * dim * b))
+        tensors.append(SavedTensor("gathered tokens [T, dim]", gathered * width * b))
+    if network.latent_dim:
+        latent = rows * width * b
+        tensors += [
+            SavedTensor("latents of the tokens [r, C]", latent, saved=layout.etp == 1, is_op=True),
+            SavedTensor("sum of the experts' outputs [r, C]", latent),
+            SavedTensor("latent_out output [r, dim]", rows * dim * b, saved=False, is_op=True),
+        ]
     # The forward holds the experts' outputs before and after the all-to-all. The backward holds as many gradients, or
     # the gradients inside the experts, as in a dense network.
-    working = max((2 if layout.ep > 1 else 1) * outer, 3 * inner - outer)
+    working = max((2 if layout.ep > 1 else 1) * outer, (parts + 1) * inner - outer)
     if network.shared_hidden_dim:
-        shared, shared_working = _dense(DenseLayer(network.shared_hidden_dim, network.hidden_act), dim, shard)
+        dense = DenseLayer(network.shared_hidden_dim, network.hidden_act, is_gated=network.is_gated)
+        shared, shared_working = _dense(dense, dim, shard)
         # Without tensor parallelism, it shares the router's input.
         shared = shared if layout.tp > 1 else shared[1:]
         if network.shared_gate:
@@ -465,6 +513,11 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
         working = max(shared_working, working - sum(t.bytes for t in shared if t.saved))
         tensors += shared
     return tensors, working
+
+
+@feed_forward_activations.register
+def _no_network(network: NoFeedForward, dim: int, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
+    return [], 0
 
 
 def head_memory(

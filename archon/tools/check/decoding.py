@@ -24,6 +24,7 @@ FIXED: dict[str, Any] = {
     "max_position_embeddings": 256,
     "pad_token_id": None,
     "time_step_limit": [0.0, float("inf")],
+    "time_step_min": 1e-9,
 }
 
 

@@ -81,6 +81,11 @@ def _hybrid_layer_types(rng: random.Random, config: dict[str, Any], names: froze
     return rng.sample(kinds + rng.choices(kinds, k=layers - 2), layers)
 
 
+def _single_layer_types(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> list[str]:
+    layers, kinds = config.get("num_hidden_layers", 5), ["linear_attention", "full_attention", "mlp", "moe"]
+    return rng.sample(kinds + rng.choices(kinds, k=layers - 4), layers)
+
+
 def _optional_positions(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> str | None:
     """Return RoPE if keys have a bias: without rotation, the gradient of a key bias is 0."""
     return "rope" if config["attention_bias"] else rng.choice([None, "rope", "nope"])
@@ -176,6 +181,7 @@ FAMILY_DRAWS: dict[str, dict[str, Draw]] = {
         "position_embedding_type": _optional_positions,
         "mamba_expand": _pick(1, 2),
     },
+    "nemotron_h": {"num_hidden_layers": _pick(OMIT), "layers_block_type": _single_layer_types},
     "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {
         # The gradient of a single sink may cancel.

@@ -28,6 +28,7 @@ from archon.engine.memory.activations import LoRAMatrices, MicroBatchShard, bloc
 from archon.engine.memory.memory_model import WIDTHS, RankParameters
 from archon.models.args.base import BaseModelArgs
 from archon.models.flops import MatmulShape
+from archon.models.layers.spec import NoMixer
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
 from archon.parallel.resolve import context_parallel_kind
@@ -344,6 +345,8 @@ class TimeModel:
             return seconds
         for index, times in layers:
             mixer = self._distinct[index].mixer
+            if isinstance(mixer, NoMixer):
+                continue
             kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, *mixer.heads)
             if kind == "allgather":
                 # An all-gather of keys and values (the contents of a cache), and a reduce-scatter of their gradient.
@@ -358,9 +361,11 @@ class TimeModel:
     def _expert_parallel(self, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers) -> float:
         networks = [(self._distinct[index].feed_forward, times) for index, times in layers]
         sparse = sum(times for network, times in networks if network.n_experts)
-        chosen = sum(times * network.top_k for network, times in networks)
-        sent = 4 * chosen * shard.rows * layout.etp * self.args.dim * shard.bytes
-        gathered = 4 * sparse * shard.rows * layout.etp * self.args.dim * shard.bytes
+        dim = self.args.dim
+        features = sum(times * network.expert_dim(dim) for network, times in networks if network.n_experts)
+        chosen = sum(times * network.expert_dim(dim) * network.top_k for network, times in networks)
+        sent = 4 * chosen * shard.rows * layout.etp * shard.bytes
+        gathered = 4 * features * shard.rows * layout.etp * shard.bytes
         inner = Link(self.hardware, layout.etp, 1).seconds(gathered, 4 * sparse)
         return inner + Link(self.hardware, layout.ep, layout.etp).all_to_all_seconds(sent, 6 * sparse)
 

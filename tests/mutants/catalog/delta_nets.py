@@ -8,6 +8,7 @@ from tests.mutants.mutant import Mutant
 DELTA = "tests/models/test_delta_net.py"
 STATES = "tests/generation/test_states.py"
 MAMBA = "tests/models/test_mamba.py"
+NEMOTRON_PARITY = "tests/models/test_parity.py::test_logits_and_every_gradient_equal_transformers[nemotron_h-{}]"
 MAMBA_PARITY = "tests/models/test_parity.py::test_logits_and_every_gradient_equal_transformers[granitemoehybrid-{}]"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -238,5 +239,52 @@ MUTANTS: tuple[Mutant, ...] = (
         "weight, bias = weight[:, :-1], weight[:, -1]",
         "weight, bias = weight[:, 1:], weight[:, 0]",
         (MAMBA_PARITY.format(3),),
+    ),
+    Mutant(
+        "Nemotron-H's smallest step size is 0",
+        "models/nemotron_h.py",
+        'extra | {"layer_types": kinds, "mamba_dt_limits": (low, float("inf"))}',
+        'extra | {"layer_types": kinds, "mamba_dt_limits": (0 * low, float("inf"))}',
+        (NEMOTRON_PARITY.format(2),),
+    ),
+    Mutant(
+        "the convolution of Nemotron-H has the networks' activation",
+        "models/args/mamba.py",
+        "            self.mamba_hidden_act or self.hidden_act,\n            self.mamba_bias,",
+        "            self.hidden_act,\n            self.mamba_bias,",
+        (NEMOTRON_PARITY.format(2),),
+    ),
+    Mutant(
+        "a block of a network alone adds its input once more",
+        "models/base.py",
+        "        if self.mixer_name:\n            mixed = getattr(self, self.mixer_name)(normed, rotation, attention)",
+        "        if not self.mixer_name:\n            x = x + normed\n"
+        "        if self.mixer_name:\n            mixed = getattr(self, self.mixer_name)(normed, rotation, attention)",
+        (NEMOTRON_PARITY.format(2),),
+    ),
+    Mutant(
+        "a pattern of Nemotron-H takes networks for experts",
+        "models/nemotron_h.py",
+        '"-": MLP, "E": MOE',
+        '"-": MOE, "E": MLP',
+        ("tests/models/test_nemotron_h.py::test_published_sizes_give_published_parameter_counts",),
+    ),
+    Mutant(
+        "another epsilon next to Nemotron-H's is ignored",
+        "models/nemotron_h.py",
+        "not in (None, eps):",
+        "in (0,):",
+        ("tests/models/test_nemotron_h.py::test_configs_that_archon_does_not_compute_are_refused",),
+    ),
+    Mutant(
+        "a mixer alone needs no memory for its gradients",
+        "archon/engine/memory/activations.py",
+        "        working = mixer_working(layer.mixer, shard)\n",
+        "        working = 0\n",
+        (
+            "tests/tools/planner/test_memory.py::test_memory_is_that_of_a_traced_step[one_part-d2e2-{}-rank0-1x4096]".format(
+                "activation_checkpointmodefull"
+            ),
+        ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.catalog.known_tests import FURTHER_MATRIX
+from tests.mutants.catalog.known_tests import FURTHER_MATRIX, PARITY
 from tests.mutants.mutant import Mutant
 
 ROUTER = "tests/models/test_router.py"
@@ -190,5 +190,41 @@ MUTANTS: tuple[Mutant, ...] = (
         "for first in range(start, stop, ROWS):",
         "for first in range(0 * start, stop, ROWS):",
         (f"{KERNEL_TESTS}::test_biases_of_groups",),
+    ),
+    Mutant(
+        "experts without a gate multiply their activation by its input",
+        "models/layers/moe.py",
+        "        return self.act(up)\n",
+        "        return self.act(up) * up\n",
+        (f"{PARITY}[nemotron_h-2]",),
+    ),
+    Mutant(
+        "shared experts have no biases",
+        "models/layers/moe.py",
+        "bias=spec.shared_bias, is_gated=spec.is_gated)",
+        "bias=False, is_gated=spec.is_gated)",
+        (f"{PARITY}[nemotron_h-0]",),
+    ),
+    Mutant(
+        "ranks that split an expert each add the bias of the projection from latents",
+        "models/layers/moe.py",
+        "            out = reduce_scatter(out, self.etp)\n        if self.latent_out is not None:\n",
+        "            out = self.latent_out(out, lora_mapping) if self.latent_out is not None else out\n"
+        "            out = reduce_scatter(out, self.etp)\n        elif self.latent_out is not None:\n",
+        (f"{FURTHER_MATRIX}[one_part-(attn:d1t2|ffn:d1t2)-float64]",),
+    ),
+    Mutant(
+        "the projections of latents have no LoRA",
+        "models/layers/moe.py",
+        'self.latent_in = Linear(dim, latent, bias=bias, role="latent")',
+        'self.latent_in = Linear(dim, latent, bias=bias, role="router")',
+        ("tests/models/test_nemotron_h.py::test_lora_targets_are_all_linear_layers_and_experts",),
+    ),
+    Mutant(
+        "checkpoints in memory take experts without a gate for fused ones",
+        "models/hf/names.py",
+        'elif f"{stack}.w1" not in parameters:',
+        "elif False:",
+        ("tests/models/test_nemotron_h.py::test_files_of_all_namings_are_read_and_export_as_released",),
     ),
 )

@@ -82,6 +82,20 @@ MODELS["mamba"] = DENSE | {
     "mamba_n_groups": 4,
     "mamba_d_state": 32,
 }
+MODELS["one_part"] = DENSE | {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+    "layer_norm_epsilon": 1e-6,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 96,
+    "moe_shared_expert_intermediate_size": 256,
+    "moe_latent_size": 128,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 32,
+    "n_groups": 4,
+    "ssm_state_size": 32,
+}
 MODELS["delta"] = DENSE | {
     "model_type": "qwen3_5_text",
     "full_attention_interval": 4,
