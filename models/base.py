@@ -134,10 +134,12 @@ class BaseArchonModel(nn.Module, Generic[Args]):
 
     Attributes:
         model_class: the class at construction; `fully_shard` changes the type of the object.
+        saved_modules: names of the parameters trained whole next to a LoRA, PEFT's `modules_to_save`.
         router_stats: router statistics of each MoE layer in the last forward, in layer order.
     """
 
     args_class: ClassVar[type[BaseModelArgs]] = BaseModelArgs
+    saved_modules: frozenset[str] = frozenset()
     _runs_decoder = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -73,14 +73,15 @@ def open_servers(
 
 
 def _pushes_lora(config: RLConfig, engine: ArchonEngine) -> bool:
-    """Return whether servers can load the trained LoRA; they load no DoRA, whose merged weights are pushed."""
-    has_dora = any(size.dora for size in engine.lora.values())
-    if has_dora and config.rollout.push is not None and config.rollout.push.transport == "lora":
+    """Return whether servers can load the trained LoRA; they load no DoRA and no saved modules, which are merged."""
+    part = "DoRA" if any(size.dora for size in engine.lora.values()) else ""
+    part = "modules_to_save" if engine.built.builder.saved_modules else part
+    if part and config.rollout.push is not None and config.rollout.push.transport == "lora":
         raise ConfigError(
-            "rollout.push.transport is lora, and servers cannot load the DoRA of actor.lora; set it to disk, which "
+            f"rollout.push.transport is lora, and servers cannot load the {part} of actor.lora; set it to disk, which "
             "pushes merged weights"
         )
-    return bool(engine.lora) and not has_dora
+    return bool(engine.lora) and not part
 
 
 def _is_colocated(config: RLConfig) -> bool:

@@ -32,10 +32,10 @@ from archon.training.loop import timed
 def engine_weights(engine: ArchonEngine) -> WeightSource:
     """Return the weights for an in-process push: the model, or an iterator that all ranks consume.
 
-    A sharded model yields its gathered weights, and a LoRA model only the LoRA weights.
+    A sharded model yields its gathered weights, and a LoRA model only the weights of LoRA and saved modules.
     """
     if engine.lora:
-        return engine.lora_weights()
+        return chain(engine.saved_modules(), engine.lora_weights())
     return engine.full_model if _is_plain(engine) else engine.weights()
 
 

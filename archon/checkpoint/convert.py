@@ -154,9 +154,9 @@ def convert(
 
 
 def _with_lora(weights: OpenWeights, lora: LoRAWeights, dtype: torch.dtype | None) -> OpenWeights:
-    """Return weights with the LoRA merged on read; tensors without a LoRA are unchanged."""
-    family = weights.adapter
-    changed = [key for key in weights.tensors if any(x.name in lora.sizes for x in family.hf_to_native(key))]
+    """Return weights with LoRA and saved modules merged on read; other tensors are unchanged."""
+    family, names = weights.adapter, {*lora.sizes, *lora.modules}
+    changed = [key for key in weights.tensors if any(x.name in names for x in family.hf_to_native(key))]
     merged = _hf_tensors(merge(_parameters(family, weights.tensors), lora, dtype), family)
     return replace(weights, tensors={**weights.tensors, **{key: merged[key] for key in changed}})
 

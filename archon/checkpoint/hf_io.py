@@ -26,7 +26,7 @@ from archon.checkpoint.hf_reader import (
     read_hf_config,
     require_shapes,
 )
-from archon.checkpoint.peft.reader import load_lora, read_sizes
+from archon.checkpoint.peft.reader import load_lora, read_saved_modules, read_sizes
 from archon.checkpoint.safetensors_file import fail
 from archon.checkpoint.tokenizer import load_tokenizer
 from archon.models import get_model_spec
@@ -35,6 +35,7 @@ from archon.models.base import BaseArchonModel
 from archon.models.hf.config import as_dict
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import add_lora, is_lora
+from archon.models.lora.saved_modules import train_saved_modules
 from archon.models.spec import ModelSpec, is_text_decoder
 from archon.parallel.gather import full_tensors
 from archon.parallel.torch_private import ConversionHook
@@ -105,8 +106,8 @@ def load_model(
         init_score: build a critic from an actor's checkpoint. `score` is drawn from normal(0, initializer_range) with
             the global random generator, and `lm_head` is not loaded.
         attn_type: the attention backend, `auto` or a registered name.
-        lora: folder of a LoRA in PEFT's format, added to linear layers. The base weights are then frozen, and the
-            LoRA has their dtype.
+        lora: folder of a LoRA in PEFT's format, added to linear layers. The base weights are then frozen except for
+            the folder's saved modules, and the LoRA has their dtype.
         text_only: load only the text decoder of a vision-language model; an export passes the vision encoder through.
 
     Raises:
@@ -129,6 +130,7 @@ def load_model(
         raise ConfigError(f"device {str(device)!r} cannot be used here: {reason}") from None
     adapter = loaded.adapter
     sizes = {} if lora is None else read_sizes(lora, adapter)
+    saved_modules = () if lora is None else read_saved_modules(lora, adapter)
     if not isinstance(path, nn.Module):
         require_shapes(path, adapter)
     # 2. Build the model on the meta device, then allocate its memory.
@@ -136,6 +138,7 @@ def load_model(
         model = loaded.spec.model_class(replace(adapter.args, attn_type=attn_type)).to(dtype)
         if sizes:
             add_lora(model, sizes, dtype)
+            train_saved_modules(model, saved_modules, dtype)
     materialize(model, device)
     # 3. Load the weights.
     if isinstance(path, nn.Module):

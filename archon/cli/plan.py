@@ -90,12 +90,13 @@ def command(
         raise ConfigError(f"{model}: archon refuses this checkpoint: {'; '.join(refused)}")
     args = spec.model_args_class.from_hf_config(hf_config)
     fields = read_values(None, lora) if lora else run.get("lora")
-    sizes = None if fields is None else target_lora_sizes(spec.state_dict_adapter_class(hf_config), fields)
+    names = spec.state_dict_adapter_class(hf_config)
+    sizes, saved = (None, ()) if fields is None else planned_lora(names, fields)
     length = seq or run.get("seq") or 4096
     batch = run["documents"] * length if run else 1 << 20
     request = PlanRequest(str(model), gpus, tokens or batch, length, dtype or run.get("dtype") or "bfloat16", fields)
     request = request._replace(fp8=fp8 or run.get("fp8") or "none")
-    plan = Planner(spec, args, hardware, sizes).plan(request)
+    plan = Planner(spec, args, hardware, sizes, saved).plan(request)
     best_config = run_config(request, plan.best[0].candidate) if plan.best else None
     text = "" if best_config is None else yaml.safe_dump(best_config, sort_keys=False)
     if as_json:
@@ -127,13 +128,13 @@ def plan_request(file: Path) -> dict[str, Any]:
     }
 
 
-def target_lora_sizes(names: BaseStateDictAdapter, fields: dict[str, Any]) -> dict[str, LoRASize]:
-    """Return the LoRA size of each target matrix by native name, for fields of `model.lora`.
+def planned_lora(names: BaseStateDictAdapter, fields: dict[str, Any]) -> tuple[dict[str, LoRASize], tuple[str, ...]]:
+    """Return the LoRA size of each target matrix, and the saved parameters, by native name; of fields of `model.lora`.
 
     Raises:
         ConfigError: The fields describe several LoRAs.
     """
-    from archon.engine.build import lora_sizes
+    from archon.engine.build import lora_sizes, saved_modules
     from archon.schema.config import LoRAConfig
     from archon.schema.errors import ConfigError
 
@@ -143,7 +144,8 @@ def target_lora_sizes(names: BaseStateDictAdapter, fields: dict[str, Any]) -> di
             "lora.loras has several LoRAs, but a plan supports one; plan with one of their total rank: "
             f"--lora rank={sum(each.rank for each in lora.loras.values())}"
         )
-    return lora_sizes(names, lora)
+    sizes = lora_sizes(names, lora)
+    return sizes, saved_modules(names, lora, sizes)
 
 
 def _calibrate(gpu: str, dtype: str, file: Path) -> None:

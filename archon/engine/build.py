@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from archon.checkpoint.hf_io import load_spec, materialize
 from archon.checkpoint.hf_reader import load_hf_weights
-from archon.checkpoint.peft.reader import read_peft_config, read_sizes
+from archon.checkpoint.peft.reader import read_peft_config, read_saved_modules, read_sizes
 from archon.checkpoint.peft.writer import require_writable
 from archon.engine.threads import use_all_threads
 from archon.models.args.base import BaseModelArgs
@@ -23,6 +23,7 @@ from archon.models.base import BaseArchonModel
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.moe import expert_biases
 from archon.models.lora.model import Fill, add_lora, initialize_magnitudes, initializers
+from archon.models.lora.saved_modules import resolve_saved_modules, train_saved_modules
 from archon.models.lora.targets import VISION_PREFIX, LoRASize, resolve_lora_sizes
 from archon.models.spec import ModelSpec
 from archon.parallel.compile import compile_enabled
@@ -44,6 +45,7 @@ class ModelBuilder:
 
     Attributes:
         loras: the matrix sizes of each LoRA by name; the name is None in a model with one LoRA.
+        saved_modules: the parameters trained whole next to the LoRA.
     """
 
     config: EngineConfig
@@ -52,6 +54,7 @@ class ModelBuilder:
     layout: ResolvedLayout
     device: torch.device
     loras: Mapping[str | None, Mapping[str, LoRASize]] = field(default_factory=dict)
+    saved_modules: tuple[str, ...] = ()
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -72,6 +75,7 @@ class ModelBuilder:
                 model.visual.requires_grad_(False)
             for lora_name, sizes in self.loras.items():
                 add_lora(model, sizes, torch.promote_types(self.compute_dtype, torch.float32), lora_name)
+            train_saved_modules(model, self.saved_modules, torch.promote_types(self.compute_dtype, torch.float32))
         return model
 
     def build_model(self, remove: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
@@ -134,7 +138,7 @@ class ModelBuilder:
                 # DTensor warns that CPU ranks may draw different numbers; here every rank draws all of them.
                 warnings.filterwarnings("ignore", message="DTensor random operators")
                 torch.manual_seed(self.config.seed)
-                weights = replace(self, loras={}).full_model().initial_weights()
+                weights = replace(self, loras={}, saved_modules=()).full_model().initial_weights()
                 self._init_weights(model, weights, adapter.is_tied)
         if not self.config.init_from_scratch:
             load_hf_weights(model, adapter, self.config.path)
@@ -225,12 +229,13 @@ def check_fp8(config: EngineConfig, args: BaseModelArgs, device: torch.device) -
         )
 
 
-def check_stages(layout: ResolvedLayout, loras: Mapping[str, LoRASize]) -> None:
-    """Raise LayoutError for a pipeline stage without a LoRA matrix, since it has nothing to train."""
+def check_stages(layout: ResolvedLayout, loras: Mapping[str, LoRASize], saved_modules: Collection[str] = ()) -> None:
+    """Raise LayoutError for a pipeline stage without a LoRA matrix or a saved module, which has nothing to train."""
     if not loras or layout.stages is None:
         return
     # layers.3.attention.wq.weight; the matrices of a vision encoder are on the first stage
-    adapted = {0 if name.startswith(VISION_PREFIX) else int(name.split(".")[1]) for name in loras}
+    last = layout.stages.layers[-1][1] - 1
+    adapted = {_layer_of(name, last) for name in (*loras, *saved_modules)}
     for stage, (first, after) in enumerate(layout.stages.layers):
         if not adapted & {*range(first, after)}:
             raise LayoutError(
@@ -239,11 +244,25 @@ def check_stages(layout: ResolvedLayout, loras: Mapping[str, LoRASize]) -> None:
             )
 
 
+def _layer_of(name: str, last: int) -> int:
+    """Return the layer in whose stage a parameter is; the embedding and the vision encoder are in the first one."""
+    if name.startswith(VISION_PREFIX) or name == "tok_embeddings.weight":
+        return 0
+    return int(name.split(".")[1]) if name.startswith("layers.") else last
+
+
 def lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[str, LoRASize]:
     """Return the sizes of a fresh LoRA, or the sizes in the folder `config.path`."""
     sizes = resolve_lora_sizes(adapter, config) if config.path is None else read_sizes(config.path, adapter)
     dropout = lora_dropout(config)
     return {name: replace(size, dropout=dropout) for name, size in sizes.items()}
+
+
+def saved_modules(adapter: BaseStateDictAdapter, config: LoRASpec, sizes: Mapping[str, LoRASize]) -> tuple[str, ...]:
+    """Return the parameters of `modules_to_save` of a fresh LoRA, or those in the folder `config.path`."""
+    if config.path is None:
+        return resolve_saved_modules(adapter, config.modules_to_save, sizes)
+    return read_saved_modules(config.path, adapter)
 
 
 def lora_dropout(config: LoRASpec) -> float:

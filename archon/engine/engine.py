@@ -28,6 +28,7 @@ from archon.models.layers.routed_experts import check_replay
 from archon.models.lora.dropout import hash_text
 from archon.models.lora.mapping import NO_LORA
 from archon.models.lora.model import disable_lora, share_frozen
+from archon.models.lora.saved_modules import original_weights
 from archon.parallel.gather import full_tensors
 from archon.parallel.phase import phase
 from archon.schema.config import EngineConfig, OptimizerConfig
@@ -313,7 +314,7 @@ class ArchonEngine(EngineIO):
     @contextmanager
     def without_lora(self) -> Iterator[None]:
         """Disable the LoRA until the end of the block, so that the engine scores with the base weights."""
-        with disable_lora(self.model):
+        with disable_lora(self.model), original_weights(self.model, self.built.originals):
             yield
 
     def step_lr_scheduler(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,7 @@ from archon.models.base import BaseArchonModel
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.moe import expert_biases
 from archon.models.lora.model import is_lora, merge_lora_weights
+from archon.models.lora.saved_modules import trained_modules
 from archon.models.lora.targets import LoRASize
 from archon.models.spec import ModelSpec
 from archon.parallel.control_plane import ControlPlane
@@ -176,13 +177,19 @@ class EngineIO:
         if not self.lora:
             yield from weights
             return
-        if dtype is not None:
+        if dtype is None:
+            saved, master = {*self.built.builder.saved_modules}, self.built.builder.master_dtype
+            weights = ((name, x.to(master) if name in saved else x) for name, x in weights)
+        else:
             biases, wide = self.adapter.buffer_shapes, dtype
             weights = ((name, x if name in biases else x.to(torch.promote_types(x.dtype, wide))) for name, x in weights)
         yield from merge_lora_weights(weights, dict(self.lora_weights()), self.lora)
 
     def base_weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """Yield `weights` without LoRAs; frozen weights are not copied if this rank holds them whole."""
+        """Yield `weights` without LoRAs; weights are not copied if this rank holds them whole.
+
+        Saved modules have their trained values, in the dtype of training.
+        """
         local = {name: parameter for name, parameter in self.model.named_parameters() if not is_lora(name)}
         biases = expert_biases(self.model)
         if not isinstance(self.model, StagedModel):
@@ -206,16 +213,22 @@ class EngineIO:
         """
         names = None if lora_name is None else self._lora_trainer(lora_name).names
 
-        def selected(model: nn.Module) -> dict[str, Tensor]:
+        def selected(model: nn.Module) -> dict[str, nn.Parameter]:
             is_selected = is_lora if names is None else names.__contains__
             return {name: parameter for name, parameter in model.named_parameters() if is_selected(name)}
 
-        tensors = full_tensors(selected(self.model).items())
-        if isinstance(self.model, StagedModel):
-            like = selected(self.meta_model())
-            tensors = full_tensors_across_stages(selected(self.model), like, self.ranks.pp, self.device)
-        for name, tensor in tensors:
+        for name, tensor in self._whole(selected):
             yield name if names is None else names[name], tensor
+
+    def saved_modules(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (native name, whole tensor) of the weights trained next to the LoRA: saved modules, a value head."""
+        return self._whole(trained_modules)
+
+    def _whole(self, select: Callable[[nn.Module], Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) of the parameters that `select` chooses from a model."""
+        if not isinstance(self.model, StagedModel):
+            return full_tensors(select(self.model).items())
+        return full_tensors_across_stages(select(self.model), select(self.meta_model()), self.ranks.pp, self.device)
 
     def hf_weights(self, dtype: torch.dtype | None = None, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, tensor) for an export in `dtype`; see `weights`.
@@ -274,7 +287,8 @@ class EngineIO:
         if self._digest is None or self._digest[0] != self._base:
             self._digest = self._base, checkpoint_digest(self._base)
         sizes = described.get(None, described)  # the only LoRA has no name
-        return {**model, "adapters": sizes, "base": self._digest[1]}
+        saved = sorted(self.built.builder.saved_modules)
+        return {**model, "adapters": sizes, **({"modules_to_save": saved} if saved else {}), "base": self._digest[1]}
 
     def save(
         self,
@@ -335,17 +349,16 @@ class EngineIO:
         )
 
     def _save_loras(self, path: str | os.PathLike[str], lora_name: str | None, tokenizer: Any) -> None:
-        if self.config.is_critic:
-            raise ConfigError("format='peft' holds LoRAs and no value head; set format to 'native' or 'hf'")
         shapes = lora_specs(self.config)
         if not shapes:
             raise ConfigError("format='peft' writes LoRAs, and this model has none; set lora, or format to 'hf'")
         for name in shapes if lora_name is None else [self._lora_trainer(lora_name).name]:
             folder = path if name is None or lora_name is not None else os.path.join(path, name)
             sizes, experts = self.built.lora_sizes[name], shapes[name].export_experts
-            tensors = dict(self.lora_weights(name))
+            tensors, modules = dict(self.lora_weights(name)), dict(self.saved_modules() if name is None else ())
             options: dict[str, Any] = {"base": self._base, "experts": experts, "tokenizer": tokenizer}
-            save_lora(folder, self.adapter, sizes, tensors, dropout=self.built.lora_dropouts.get(name, 0.0), **options)
+            options["dropout"] = self.built.lora_dropouts.get(name, 0.0)
+            save_lora(folder, self.adapter, sizes, tensors, modules, **options)
 
     def wait_for_saves(self) -> None:
         """Wait until the newest asynchronous save is on disk; raises its error."""
@@ -359,6 +372,11 @@ class EngineIO:
         """
         folder = find_checkpoint(path)
         if folder is None:
+            if self.built.builder.saved_modules:
+                raise ConfigError(
+                    f"{os.fspath(path)}: loading a base would replace the trained modules_to_save; set path to this "
+                    "checkpoint and start another run"
+                )
             load_hf_weights(self.model, self.adapter, path)
             self._loaded_from = path
             for name, bias in expert_biases(self.model).items():
@@ -448,6 +466,8 @@ class EngineIO:
         self.model.zero_grad(set_to_none=True)
         if not self.config.cpu_offload:  # else the parameters are on the CPU anyway
             self.model.to(device)
+            originals = self.built.originals
+            originals |= {name: original.to(device) for name, original in originals.items()}
         self.model.tie_weights()
         for optimizer in (self.optimizer, *(lora.optimizer for lora in self.loras.values())):
             for parameter, moments in optimizer.state.items() if optimizer is not None else ():

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from archon.checkpoint.hf_io import load_spec
@@ -22,6 +23,7 @@ from archon.engine.build import (
     lora_specs,
     model_options,
     resolve_device,
+    saved_modules,
 )
 from archon.engine.lora import LoRATrainer, check_loras
 from archon.engine.memory.recompute import resolve_auto
@@ -36,6 +38,7 @@ from archon.models.attention.registry import resolve_backend, supports_gathered
 from archon.models.base import BaseArchonModel
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.delta_rule import require_delta_rule
+from archon.models.lora.saved_modules import copy_originals
 from archon.models.lora.targets import LoRASize
 from archon.models.spec import ModelSpec
 from archon.parallel.compile import compile_enabled
@@ -64,6 +67,7 @@ class BuiltEngine:
         share_prefixes: whether the model computes shared prefixes once.
         sort_documents: whether the model computes documents by length.
         swaps_weights: whether modules have other tensors than the parameters while they run.
+        originals: this rank's shards of saved modules before training, in the compute dtype.
     """
 
     spec: ModelSpec
@@ -84,6 +88,7 @@ class BuiltEngine:
     share_prefixes: bool
     sort_documents: bool
     swaps_weights: bool
+    originals: dict[str, Tensor]
 
 
 def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
@@ -98,12 +103,9 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
     check_model(config, spec, args, device)
     layout = resolve_layout(config, args.sizes, device.type, supports_gathered=supports_gathered(config.attn_type))
     dims = layout.dims
-    sizes = {name: lora_sizes(adapter, shape) for name, shape in lora_specs(config).items()}
-    for matrices in sizes.values():
-        check_stages(layout, matrices)
+    sizes, saved = _resolve_loras(config, layout, total_steps, adapter)
     lora_names = tuple(name for name in sizes if name is not None)
-    check_loras(config, layout, total_steps, adapter, sizes)
-    builder = ModelBuilder(config, spec, args, layout, device, sizes)
+    builder = ModelBuilder(config, spec, args, layout, device, sizes, saved)
     backend = resolve_backend(config.attn_type, device, builder.compute_dtype)
     require_delta_rule(config.delta_rule, device, builder.compute_dtype)
     if config.optimizer and not lora_names:
@@ -121,7 +123,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
     ranks = Ranks.from_dims(dims)
 
     # 3. Build the model on the meta device, shard it and allocate its memory.
-    builder = replace(builder, config=resolve_auto(config, spec, args, sizes, device))
+    builder = replace(builder, config=resolve_auto(config, spec, args, sizes, device, builder.saved_modules))
     planner = ForwardPlanner(
         ranks,
         device,
@@ -146,6 +148,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
 
     # 4. Load the weights. A dry run has no weights to read, and only the sizes of the folder's LoRAs.
     builder.load_weights(model, adapter)
+    originals = copy_originals(model, builder.compute_dtype) if builder.saved_modules else {}
     _load_loras(config, model, adapter, sizes)
 
     # 5. Make the optimizers: one per LoRA of a multi-LoRA model.
@@ -184,7 +187,20 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
         config.share_prefixes and can_share,
         backend.prefers_equal_lengths,
         is_sharded(model) or has_mixed_precision(model),
+        originals,
     )
+
+
+def _resolve_loras(
+    config: EngineConfig, layout: ResolvedLayout, total_steps: int | None, adapter: BaseStateDictAdapter
+) -> tuple[dict[str | None, dict[str, LoRASize]], tuple[str, ...]]:
+    """Return the matrix sizes of each LoRA by name, and the saved modules of the only one, after checking them."""
+    sizes = {name: lora_sizes(adapter, shape) for name, shape in lora_specs(config).items()}
+    saved = {name: saved_modules(adapter, shape, sizes[name]) for name, shape in lora_specs(config).items()}
+    for name, matrices in sizes.items():
+        check_stages(layout, matrices, saved[name])
+    check_loras(config, layout, total_steps, adapter, sizes, saved)
+    return sizes, saved.get(None, ())
 
 
 def _load_loras(

@@ -116,11 +116,12 @@ def check_loras(
     total_steps: int | None,
     adapter: BaseStateDictAdapter,
     sizes: Mapping[str | None, Mapping[str, LoRASize]],
+    saved: Mapping[str | None, Collection[str]],
 ) -> None:
     """Raise ConfigError for dropout and DoRA without support, and for invalid schedules of several LoRAs.
 
-    Several LoRAs support no compiled blocks, no DoRA and no LoRA of a vision encoder: a vision encoder's rows are
-    patches, and patches belong to no document.
+    Several LoRAs support no compiled blocks, no DoRA, no saved modules and no LoRA of a vision encoder: a vision
+    encoder's rows are patches, and patches belong to no document.
     """
     _check_dropout(config, layout, adapter, sizes)
     for matrices in sizes.values():
@@ -144,6 +145,11 @@ def check_loras(
             raise ConfigError(
                 f"lora.loras.{name}.targets names modules of the vision encoder, and multi-LoRA does not support them; "
                 "leave them out, or train this LoRA alone"
+            )
+        if saved[name]:
+            raise ConfigError(
+                f"lora.loras.{name} has modules_to_save, and multi-LoRA shares all other weights; remove it, or train "
+                "this LoRA alone"
             )
         if any(size.dora for size in matrices.values()):
             raise ConfigError(

@@ -321,6 +321,11 @@ class LoRAManager:
         Raises:
             RolloutError: they belong to another model.
         """
+        if weights.modules:
+            raise RolloutError(
+                "the LoRA has modules_to_save, and a generator that serves LoRAs by name shares all other weights; "
+                "merge it with archon export --merge and serve the merged model"
+            )
         parameters = dict(self._model.named_parameters())
         if any(map(is_lora, parameters)):
             raise RolloutError("the generator serves a model in LoRA training; it cannot load another LoRA")

@@ -82,6 +82,7 @@ def build_replica(
     with torch.device("meta"):
         replica = model.model_class(model.args)
     add_lora_like(replica, model)
+    replica.saved_modules = model.saved_modules
     dtypes = _replica_dtypes(replica, dtype)
     # A sharded parameter has the name of the full one and another tensor.
     shareable = (
@@ -95,7 +96,10 @@ def build_replica(
     frozen = not alias and any(map(is_lora, parameters))
     if frozen:
         pairs = named_weights(weights.items() if source is None else source)
-        weights = {name: tensor.to(device=device, dtype=dtypes.get(name), copy=is_lora(name)) for name, tensor in pairs}
+        weights = {
+            name: x.to(device=device, dtype=dtypes.get(name), copy=is_lora(name) or name in model.saved_modules)
+            for name, x in pairs
+        }
     device = device or next(iter(weights.values())).device
     replica.init_buffers(device)
     for name, parameter in _tensors(replica).items():
@@ -244,7 +248,7 @@ def allocate_weights(replica: nn.Module) -> None:
 
 @torch.no_grad()
 def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
-    """Copy every weight into the replica, converted to its dtype: only the LoRA, if it has one.
+    """Copy every weight into the replica, converted to its dtype: only LoRA and saved modules, if it has a LoRA.
 
     Returns:
         The fingerprint of these weights, and the number of bytes written.
@@ -270,7 +274,7 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
     if missing:
         raise RolloutError(f"weight update: {len(missing)} weights are missing, for example {min(missing)!r}")
     fix_norms(replica)
-    if not has_lora:
+    if not has_lora or getattr(replica, "saved_modules", ()):
         written += _pack_linears(replica)
     held = fingerprint(parameters.items())
     if held != (sent := sent % 2**64):
@@ -279,9 +283,10 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
 
 
 def pushed_tensors(replica: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that an update changes, by name: only the LoRA of a model with LoRA."""
+    """Return the tensors that an update changes, by name: only LoRA and saved modules of a model with LoRA."""
     tensors = _tensors(replica)
-    return {name: tensor for name, tensor in tensors.items() if is_lora(name)} or tensors
+    saved = getattr(replica, "saved_modules", ())
+    return {name: tensor for name, tensor in tensors.items() if is_lora(name) or name in saved} or tensors
 
 
 def fingerprint(source: WeightSource) -> int:

@@ -338,6 +338,10 @@ class LoRASpec(StrictModel):
     dora: bool = Field(
         False, description="DoRA (Liu et al. 2024): train the norm of each row of a matrix too; not of experts"
     )
+    modules_to_save: list[str] = Field(
+        default_factory=list,
+        description="modules trained whole next to the LoRA, such as lm_head or input_layernorm, as in PEFT",
+    )
     seed: int = Field(0, ge=0, description="seed of the initialization and of dropout")
     export_experts: Literal["stacked", "per_expert"] = Field(
         "stacked",

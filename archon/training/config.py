@@ -186,7 +186,9 @@ class PreferenceConfig(SFTConfig):
                 "batch_size is 1, but loss kto pairs a prompt with the answer of another row; set it to 2 or more"
             )
         if self.loss == "reward" and self.model.lora is not None:
-            raise ValueError("loss reward trains a value head, which LoRA files cannot hold; set model.lora to null")
+            raise ValueError(
+                "loss reward trains a value head, and no command loads a LoRA with one; set model.lora to null"
+            )
         if self.loss != "reward" and self.model.is_critic:
             raise ValueError(f"model.is_critic is set, and loss {self.loss} trains a policy; choose loss=reward")
         if self.model.lora is not None and self.model.lora.loras is not None:

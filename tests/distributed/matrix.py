@@ -209,7 +209,8 @@ def train(engine: ArchonEngine, case: Case, rank: int, ranks: int) -> dict[str, 
         engine.train_batch(rank_rows(case_data(case, step), rank, ranks), loss_of(case), loss_token_count, TEMPERATURE)
         engine.step_lr_scheduler()
     base = [] if engine.loras else engine.weights()
-    changed = [(name, tensor) for name, tensor in base if not engine.lora or name in engine.lora]
+    trained = {*engine.lora, *engine.built.builder.saved_modules}
+    changed = [(name, tensor) for name, tensor in base if not engine.lora or name in trained]
     weights = {f"weight.{name}": tensor.clone() for name, tensor in changed}
     return weights | {f"adapter.{name}": tensor.clone() for name, tensor in engine.lora_weights()}
 

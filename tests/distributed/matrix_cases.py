@@ -428,6 +428,11 @@ LATENT_DROPOUT = {"lora": {**DROPOUT["lora"], "targets": ["kv_a_proj_with_mqa", 
 DORA = {"lora": {**LORA["lora"], "dora": True}}
 ATTENTION_DORA = {"lora": {**DORA["lora"], "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}}
 DORA_DROPOUT = {"lora": {**DORA["lora"], "dropout": 0.3}}
+# Whole modules next to a LoRA: norms see a shard of the tokens, embedding and head are split by the vocabulary.
+SAVED = {
+    "lora": {**LORA["lora"], "targets": ["q_proj", "o_proj"], "modules_to_save": ["norm", "lm_head", "embed_tokens"]}
+}
+SAVED_MATRICES = {"lora": {**LORA["lora"], "targets": ["q_proj"], "modules_to_save": ["k_proj", "o_proj", "down_proj"]}}
 # The base has bfloat16's values, from a checkpoint in it, and the adapters have all digits.
 NARROW_BASE = {"base": "bfloat16"}
 LORA_CASES: tuple[Case, ...] = (
@@ -468,6 +473,18 @@ LORA_CASES: tuple[Case, ...] = (
     _case("d2e2", "moe", **ATTENTION_DORA),
     _case("(attn:d2t2|ffn:d1t2e2)", "moe", **ATTENTION_DORA),
     _case("d2", "tied", **DORA, **NARROW_BASE),
+    _case("d2", "dense", "modules trained next to frozen ones of their FSDP group", **SAVED),
+    _case("d2", "tied", gradient_reduction="per_microbatch", **SAVED, **NARROW_BASE),
+    _case("t2", "dense", "trained norms that see a shard of the tokens", **SAVED),
+    _case("t2", "tied", "a trained embedding tied to the head, split by the vocabulary", loss="fused", **SAVED),
+    _case("t4", "biased", "trained biases", **SAVED_MATRICES),
+    _case("t4", "few_kv", "whole key heads that ranks share", **SAVED_MATRICES),
+    _case("c2", "dense", context_parallel="allgather", **SAVED),
+    _case("c2t2", "tied", context_parallel="ulysses", **SAVED),
+    _pipeline("p2", "1f1b", "tied", "a trained tied matrix on the first and the last stage", **SAVED),
+    _pipeline("p2t2", "interleaved_1f1b", "dense", activation_checkpoint=FULL, **SAVED),
+    _case("r2d2", "dense", compile=True, **SAVED),
+    _case("d2e2", "moe", **SAVED),
 )
 
 # Several adapters in one batch, of different ranks, scales, targets and learning rates. A data-parallel rank has no

@@ -72,7 +72,7 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, "key .*q_proj.lora_magnitude_vector' is missing, and use_dora of .* is true"),
     "bias": ({"bias": "lora_only"}, "bias is 'lora_only', which archon does not support"),
     "bias of adapters": ({"lora_bias": True}, "lora_bias is True, which archon does not support"),
-    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is .* which archon does not support"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, "lm_head.weight' is missing, and modules_to_save of .* names"),
     "tokens": ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\], which archon does not support"),
     "layers twice": ({"layer_replication": [[0, 2]]}, "layer_replication is .* which archon does not support"),
     "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which archon does not support"),

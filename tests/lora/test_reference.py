@@ -19,7 +19,9 @@ from archon.training.config import PreferenceConfig
 from archon.training.loop import BaseTrainer
 from archon.training.preference import PreferenceTrainer
 from tests.engine.tiny import make_engine, sft_batch
-from tests.lora.tiny import LORA, MOE, RANDOM, engine_of, rl_run
+from tests.lora.tiny import LORA, MOE, RANDOM, engine_of, rl_run, train
+
+SAVED = {"lora": RANDOM | {"modules_to_save": ["norm", "lm_head", "embed_tokens"]}}
 
 
 def references(base: str, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,6 +33,8 @@ def references(base: str, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tens
     assert isinstance(shared, FrozenBase)
     dp = engine.ranks.dp
     rows = {name: x[dp.rank :: dp.size] for name, x in sft_batch().items()}
+    if engine.built.builder.saved_modules:  # they begin as the base
+        train(engine, 2)
     policy = engine.forward_batch(rows)
     assert engine.forward_batch(rows).equal(policy)
     scored = shared.forward_batch(rows, 0.7, only_trained=True), own.forward_batch(rows, 0.7, only_trained=True)
@@ -38,7 +42,9 @@ def references(base: str, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tens
     return *scored, policy
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"share_prefixes": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"share_prefixes": False}, SAVED, SAVED | {"dtype": "bfloat16"}]
+)
 def test_the_base_scores_as_a_reference_of_its_own(base: str, options: dict[str, Any]) -> None:
     shared, own, policy = references(base, options)
     assert shared.equal(own)
@@ -48,6 +54,15 @@ def test_the_base_scores_as_a_reference_of_its_own(base: str, options: dict[str,
 @pytest.mark.parametrize("layout", ["d2", "t2", "c2", "p2"])
 def test_the_base_scores_as_a_reference_of_its_own_in_every_layout(base: str, ranks: Pool, layout: str) -> None:
     for shared, own, policy in ranks.run(references, base, {"layout": layout}):
+        assert shared.equal(own)
+        assert (shared - policy).abs().max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["d2", "t2", "c2", "p2"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_saved_modules_are_the_base_again_in_every_layout(base: str, ranks: Pool, layout: str, dtype: str) -> None:
+    for shared, own, policy in ranks.run(references, base, SAVED | {"layout": layout, "dtype": dtype}):
         assert shared.equal(own)
         assert (shared - policy).abs().max() > 0.1
 

@@ -43,10 +43,12 @@ _READ_FIELDS = {
     "init_lora_weights",
     "lora_dropout",
     "use_dora",
+    "modules_to_save",
+    "ensure_weight_tying",
 }
 # Fields without effect on a trained LoRA.
 _IGNORED_FIELDS = {
-    "task_type",  # may add modules_to_save, which is refused
+    "task_type",  # its modules_to_save are listed too
     "auto_mapping",
     "inference_mode",
     "layers_pattern",  # the tensors' names are checked instead
@@ -56,7 +58,6 @@ _IGNORED_FIELDS = {
     "eva_config",  # settings of an init_lora_weights, which is checked
     "lora_ga_config",
     "qalora_group_size",  # setting of use_qalora, which is refused
-    "ensure_weight_tying",  # about modules_to_save
 }
 # Initializations that keep the base weights; others (PiSSA, OLoRA, LoftQ, CorDA) change them.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -83,6 +84,8 @@ class PeftConfig:
         dropout: dropout of the LoRA's inputs in training by PEFT.
         all_linear: whether `target_modules` is all-linear: every linear layer but the head, in any layer.
         dora: whether linear layers have DoRA magnitudes.
+        saved_modules: `modules_to_save`, name suffixes of modules that are stored whole.
+        ties_weights: `ensure_weight_tying`: a tied embedding and head are one trained matrix.
     """
 
     path: Path
@@ -100,6 +103,8 @@ class PeftConfig:
     dropout: float
     all_linear: bool = False
     dora: bool = False
+    saved_modules: frozenset[str] = frozenset()
+    ties_weights: bool = False
 
     def is_parameter(self, name: str) -> bool:
         """Return whether `target_parameters` names this parameter."""
@@ -152,7 +157,7 @@ def read_config(path: Path) -> PeftConfig:
         is_known = field in _READ_FIELDS | _IGNORED_FIELDS or field.startswith("unsloth_")
         if not is_known and value not in _OFF:
             fail(path, f"{field} is {value!r}, which archon does not support; expected it to be off")
-    rslora, dora = (_flag(path, config, field) for field in ("use_rslora", "use_dora"))
+    rslora, dora, ties = (_flag(path, config, x) for x in ("use_rslora", "use_dora", "ensure_weight_tying"))
     targets, base = config.get("target_modules"), _path(path, config, "base_model_name_or_path")
     all_linear = isinstance(targets, str) and targets.lower() == "all-linear"  # as PEFT compares
     return PeftConfig(
@@ -171,6 +176,8 @@ def read_config(path: Path) -> PeftConfig:
         dropout=_dropout(path, config.get("lora_dropout") or 0.0),
         all_linear=all_linear,
         dora=dora,
+        saved_modules=_list_of_names(path, config, "modules_to_save"),
+        ties_weights=ties,
     )
 
 
@@ -263,7 +270,14 @@ def _version(path: Path, value: Any) -> tuple[int, ...]:
 
 
 def config_fields(
-    sizes: Mapping[str, LoRASize], modules: list[str], parameters: list[str], base: str, dropout: float
+    sizes: Mapping[str, LoRASize],
+    modules: list[str],
+    parameters: list[str],
+    base: str,
+    dropout: float,
+    saved_modules: list[str] | None = None,
+    ties_weights: bool = False,
+    is_critic: bool = False,
 ) -> dict[str, Any]:
     """Return the fields of a config; the most common rank and alpha are `r` and `lora_alpha`.
 
@@ -273,6 +287,9 @@ def config_fields(
         parameters: names of the adapted parameters.
         base: path or hub id of the base checkpoint.
         dropout: `lora_dropout`, which PEFT applies in training.
+        saved_modules: full names of the modules that are stored whole.
+        ties_weights: whether one of them is an embedding tied to the head.
+        is_critic: whether the base gets a value head.
     """
     hub_id = None if Path(base).exists() else parse_hub_id(base)
     base, revision = hub_id or (base, None)
@@ -281,7 +298,7 @@ def config_fields(
     return {
         "peft_type": "LORA",
         "peft_version": WRITTEN_PEFT_VERSION,
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_critic else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "revision": revision,
         "r": rank,
@@ -295,7 +312,8 @@ def config_fields(
         "lora_dropout": dropout,
         "bias": "none",
         "fan_in_fan_out": False,
-        "modules_to_save": None,
+        "modules_to_save": saved_modules or None,
+        "ensure_weight_tying": ties_weights,
         "inference_mode": True,
     }
 

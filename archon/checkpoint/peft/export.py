@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from archon.checkpoint.hf_io import checkpoint_digest, load_spec
 from archon.checkpoint.hub import CONFIG_FILES, checkpoint_folder, model_folder
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest
 from archon.checkpoint.peft.config import CONFIG_FILE
-from archon.checkpoint.peft.reader import read_lora_tensors, read_peft_config, read_sizes
+from archon.checkpoint.peft.reader import read_lora_tensors, read_peft_config, read_saved_tensors, read_sizes
 from archon.checkpoint.peft.writer import ExpertFiles, save_lora
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
 from archon.checkpoint.tokenizer import saved_tokenizer
@@ -32,16 +32,18 @@ class LoRAWeights:
 
     Attributes:
         stop_ids: ids that end an answer; None for the stop ids of the base model.
+        modules: whole tensors of saved modules by native name, which replace those of the base.
     """
 
     sizes: Mapping[str, LoRASize]
     tensors: Mapping[str, Tensor]
     stop_ids: tuple[int, ...] | None = None
+    modules: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
-        """Number of LoRA parameters."""
-        return sum(tensor.numel() for tensor in self.tensors.values())
+        """Number of parameters of the LoRA and of saved modules."""
+        return sum(tensor.numel() for tensor in (*self.tensors.values(), *self.modules.values()))
 
 
 def is_peft_folder(path: str | os.PathLike[str]) -> bool:
@@ -88,7 +90,7 @@ def read_lora_weights(
         if lora_name is not None:
             raise ConfigError(f"{os.fspath(path)}: it holds one LoRA without a name; leave out {lora_name!r}")
         sizes = read_sizes(path, adapter)
-        return LoRAWeights(sizes, read_lora_tensors(path, adapter, sizes))
+        return LoRAWeights(sizes, read_lora_tensors(path, adapter, sizes), modules=read_saved_tensors(path, adapter))
     folder = find_checkpoint(path) or find_checkpoint(Path(path) / "checkpoints")
     if folder is None:
         fail(path, f"it holds no LoRA: neither {CONFIG_FILE} nor a training checkpoint")
@@ -98,13 +100,17 @@ def read_lora_weights(
     if base is None:
         raise ConfigError(f"{folder}: its LoRA fits only the base that it was trained on; name the base checkpoint")
     expected = {**model_fingerprint(adapter.args), "adapters": saved["adapters"], "base": checkpoint_digest(base)}
+    saved_modules = saved.get("modules_to_save", [])
+    if saved_modules:
+        expected["modules_to_save"] = saved_modules
     sizes = {name: LoRASize(**size) for name, size in _saved_sizes(folder, saved["adapters"], lora_name).items()}
     with open_state(folder, expected) as (_, state):
         stored = state["engine"]["model"]
         names = single_lora_names(sizes, lora_name)
-        if missing := [name for name in names if name not in stored]:
+        if missing := [name for name in (*names, *saved_modules) if name not in stored]:
             fail(folder, f"its LoRA lacks the tensor {missing[0]!r}, which its fingerprint lists")
-        return LoRAWeights(sizes, {alone: stored[name].read() for name, alone in names.items()})
+        tensors = {alone: stored[name].read() for name, alone in names.items()}
+        return LoRAWeights(sizes, tensors, modules={name: stored[name].read() for name in saved_modules})
 
 
 def _saved_sizes(folder: Path, lora: Mapping[str, Any], lora_name: str | None) -> Mapping[str, Any]:
@@ -131,21 +137,22 @@ def export_lora(
     lora = read_lora_weights(path, adapter, base, lora_name)
     tokenizer = saved_tokenizer(path) or base
     dropout = read_peft_config(path).dropout if is_peft_folder(path) else next(iter(lora.sizes.values())).dropout
-    save_lora(
-        target, adapter, lora.sizes, lora.tensors, base=str(base), experts=experts, tokenizer=tokenizer, dropout=dropout
-    )
+    options: dict[str, Any] = {"base": str(base), "experts": experts, "tokenizer": tokenizer, "dropout": dropout}
+    save_lora(target, adapter, lora.sizes, lora.tensors, lora.modules, **options)
     return lora
 
 
 def merge(
     parameters: Mapping[str, LazyTensor], lora: LoRAWeights, dtype: torch.dtype | None = None
 ) -> dict[str, LazyTensor]:
-    """Return lazy parameters with the LoRA merged on read, in `dtype` or by default in their dtypes."""
+    """Return lazy parameters with LoRA and saved modules merged on read, in `dtype` or by default in their dtypes."""
     return {name: _merged(name, weight, lora, dtype or weight.dtype) for name, weight in parameters.items()}
 
 
 def _merged(name: str, weight: LazyTensor, lora: LoRAWeights, dtype: torch.dtype) -> LazyTensor:
     def load(region: Region) -> Tensor:
+        if name in lora.modules:
+            return lora.modules[name][region].to(dtype)
         if name not in lora.sizes:
             return weight.read(region).to(dtype)
         a, b = (lora.tensors[part] for part in lora_parameter_names(name))

@@ -29,8 +29,10 @@ from archon.checkpoint.safetensors_file import SafetensorsFile, fail
 from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import lora_parameter_names, magnitude_name, single_lora_names
+from archon.models.lora.saved_modules import VALUE_HEAD, resolve_saved_modules, tied_keys, whole_adapter
 from archon.models.lora.targets import VISION_PREFIX, LoRASize, lora_matrices
 from archon.parallel.fsdp import local_region, local_tensor
+from archon.schema.errors import ConfigError
 from archon.schema.name_patterns import name_suffixes
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -118,14 +120,17 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
     keys = key_pairs([*modules, *stacks])
     expected = {key for pair in keys.values() for key in pair}
     magnitudes = {magnitude_key(tensor): tensor for tensor in modules if config.dora}
+    saved = _saved_keys(config, file, adapter)
     for key, entry in file.entries.items():
+        if key in saved:
+            continue
         if key in magnitudes:
             _check_magnitudes(file, key, magnitudes[key], keys[magnitudes[key].name])
             continue
         if key not in expected:
             fail(
                 file.path,
-                f"key {key!r} is no LoRA of this model's linear layers" + _stack_hint(key, known, config),
+                f"key {key!r} is no LoRA of this model's linear layers" + _stack_hint(key, known, config, adapter),
             )
         if not entry.dtype.is_floating_point or len(entry.shape) != 2:
             fail(file.path, f"key {key!r} is {entry.dtype} {entry.shape}; expected a matrix of floating-point numbers")
@@ -157,6 +162,69 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
     return stored
 
 
+def _saved_keys(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAdapter) -> dict[str, str]:
+    """Return the key in transformers' model of each tensor of `modules_to_save`, by the key in the file.
+
+    The tensors of a module must all be there, in the shapes of the model.
+    """
+    try:
+        names = resolve_saved_modules(adapter, config.saved_modules, {}, strict=False)
+    except ConfigError as error:
+        fail(config.path, str(error))
+    memory, tied = whole_adapter(adapter), tied_keys(adapter)
+    shapes = memory.hf_shapes()
+    if adapter.args.is_critic and any("score".endswith(name) for name in config.saved_modules):
+        names = (*names, VALUE_HEAD)
+    keys = list(dict.fromkeys(key for name in names for key in memory.hf_names(name)))
+    if tied is not None and tied[0] in keys:
+        if not config.ties_weights:
+            fail(
+                config.path,
+                "modules_to_save has the embedding or the head, which the base ties, and ensure_weight_tying is not "
+                "true: PEFT trained two matrices; train it with ensure_weight_tying=True, or untie the base first",
+            )
+        keys.append(tied[1])
+        shapes[tied[1]] = shapes[tied[0]]
+    is_text = not any(TEXT_MODEL in key for key in file.entries)  # see `_stored`
+    saved = {PREFIX + (key.replace(TEXT_MODEL, ".", 1) if is_text else key): key for key in keys}
+    for stored, key in saved.items():
+        entry = file.entries.get(stored)
+        if entry is None:
+            fail(file.path, f"key {stored!r} is missing, and modules_to_save of {CONFIG_FILE} names its module")
+        if not entry.dtype.is_floating_point or entry.shape != shapes[key]:
+            fail(
+                file.path,
+                f"key {stored!r} is {entry.dtype} {entry.shape}; expected {shapes[key]} floating-point numbers",
+            )
+    return saved
+
+
+def read_saved_modules(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> tuple[str, ...]:
+    """Return the native names of the parameters that a folder stores whole, after checking their keys and shapes."""
+    with _open(path) as (config, file):
+        saved = _saved_keys(config, file, adapter)
+    names = {target.name for key in saved.values() for target in whole_adapter(adapter).hf_to_native(key)}
+    return tuple(name for name in adapter.native_shapes if name in names and name != VALUE_HEAD)
+
+
+def read_saved_tensors(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> dict[str, Tensor]:
+    """Return the tensors of `modules_to_save` by native name.
+
+    Raises:
+        CheckpointError: a value is not finite, or the matrices of a tied embedding and head differ.
+    """
+    with _open(path) as (config, file):
+        tensors = {key: _read(file, stored) for stored, key in _saved_keys(config, file, adapter).items()}
+        tied = tied_keys(adapter)
+        if tied is not None and tied[0] in tensors and not torch.equal(*(tensors[key] for key in tied)):
+            fail(file.path, f"{tied[1]!r} differs from {tied[0]!r}, and ensure_weight_tying of {CONFIG_FILE} is true")
+    return {
+        target.name: target.extract(tensor)
+        for key, tensor in tensors.items()
+        for target in whole_adapter(adapter).hf_to_native(key)
+    }
+
+
 def _require_parameters(config: PeftConfig, tensors: Iterable[PeftTensor]) -> None:
     """Raise CheckpointError if a name of `target_parameters` is no parameter of the model."""
     names = [tensor.name if tensor.experts is not None else f"{tensor.name}.weight" for tensor in tensors]
@@ -184,10 +252,15 @@ def _check_magnitudes(file: SafetensorsFile, key: str, tensor: PeftTensor, keys:
         fail(file.path, f"key {keys[0]!r} is missing, and {key!r} is there")
 
 
-def _stack_hint(key: str, known: Iterable[PeftTensor], config: PeftConfig) -> str:
+def _stack_hint(key: str, known: Iterable[PeftTensor], config: PeftConfig, adapter: BaseStateDictAdapter) -> str:
     """Return a hint for the error about an unknown key."""
     if key.endswith(".lora_magnitude_vector") and not config.dora:
         return f": use_dora of {CONFIG_FILE} is not true"
+    if (
+        key.removeprefix(PREFIX) in adapter.in_memory.to_hf_map.values()
+        or key.removeprefix(PREFIX) in adapter.hf_shapes()
+    ):
+        return f", but a weight of the base, and modules_to_save of {CONFIG_FILE} does not name its module"
     stacks = [tensor for tensor in known if tensor.experts is not None and key.startswith(f"{PREFIX}{tensor.module}.")]
     if stacks and not any(config.is_parameter(stack.name) for stack in stacks):
         return f": target_parameters of {CONFIG_FILE} lacks all of {', '.join(stack.name for stack in stacks)}"
@@ -314,14 +387,20 @@ def load_lora(
     sizes: Mapping[str, LoRASize],
     lora_name: str | None = None,
 ) -> None:
-    """Copy this rank's part of a folder's LoRA into the model, after reading all tensors (`read_lora_tensors`).
+    """Copy this rank's part of a folder's LoRA and saved modules into the model, after reading all tensors.
 
     `lora_name` selects the destination in a multi-LoRA model.
     """
     parameters, tensors = dict(model.named_parameters()), read_lora_tensors(path, adapter, sizes)
-    for name, single_name in single_lora_names(sizes, lora_name).items():
+    sources = single_lora_names(sizes, lora_name)
+    if modules := read_saved_tensors(path, adapter):
+        tensors |= modules
+        sources |= {name: name for name in modules}
+        if adapter.is_tied and "tok_embeddings.weight" in modules:
+            sources["output.weight"] = "tok_embeddings.weight"  # of a pipeline's last stage
+    for name, source in sources.items():
         if name in parameters:  # otherwise it is in another pipeline stage
-            local_tensor(parameters[name]).copy_(tensors[single_name][local_region(parameters[name])])
+            local_tensor(parameters[name]).copy_(tensors[source][local_region(parameters[name])])
 
 
 def _read_pairs(file: SafetensorsFile, stored: Sequence[_Stored]) -> dict[str, Pair]:

@@ -15,11 +15,12 @@ from archon.checkpoint.atomic import replaced_export, write_json
 from archon.checkpoint.hf_export import ASSETS, copy_assets
 from archon.checkpoint.hub import CONFIG_FILES, model_folder
 from archon.checkpoint.peft.config import CONFIG_FILE, config_fields, fused_size
-from archon.checkpoint.peft.layout import Pair, PeftTensor, key_pairs, magnitude_key, peft_tensors
+from archon.checkpoint.peft.layout import PREFIX, Pair, PeftTensor, key_pairs, magnitude_key, peft_tensors
 from archon.checkpoint.peft.reader import PARTS, WEIGHTS_FILE
-from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
+from archon.checkpoint.safetensors_file import write_safetensors
 from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.models.lora.model import lora_parameter_names, magnitude_name
+from archon.models.lora.saved_modules import outer_modules, tied_keys, whole_adapter
 from archon.models.lora.targets import LoRASize, lora_matrices
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError, ConfigError
@@ -114,6 +115,7 @@ def save_lora(
     adapter: BaseStateDictAdapter,
     sizes: Mapping[str, LoRASize],
     tensors: Mapping[str, Tensor],
+    modules: Mapping[str, Tensor] | None = None,
     *,
     base: str,
     experts: ExpertFiles = "stacked",
@@ -127,6 +129,7 @@ def save_lora(
         adapter: adapter of the base model.
         sizes: LoRA sizes by matrix name.
         tensors: full tensors by native name; see `ArchonEngine.lora_weights`.
+        modules: full tensors of saved modules by native name; see `ArchonEngine.saved_modules`.
         base: path or name of the base checkpoint.
         experts: layout of experts' LoRAs.
         tokenizer: the tokenizer to write, or its folder, besides the generation config of `base`; None: neither.
@@ -141,21 +144,32 @@ def save_lora(
 
     def write() -> None:
         if ranks.is_main:
-            _write(target, _plans(adapter, sizes, experts), tensors, base, tokenizer, dropout)
+            saved = _saved_keys(adapter, modules or {})
+            _write(target, adapter, _plans(adapter, sizes, experts), tensors, saved, base, tokenizer, dropout)
 
     ranks.run_on_all(write)
 
 
+def _saved_keys(adapter: BaseStateDictAdapter, modules: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of saved modules by their names in transformers' model; a tied head repeats the embedding."""
+    tensors = dict(whole_adapter(adapter).export(modules.items()))
+    if (tied := tied_keys(adapter)) is not None and tied[0] in tensors:
+        tensors[tied[1]] = tensors[tied[0]]
+    return tensors
+
+
 def _write(
     target: Path,
+    adapter: BaseStateDictAdapter,
     plans: list[_Plan],
     tensors: Mapping[str, Tensor],
+    saved: Mapping[str, Tensor],
     base: str,
     tokenizer: Any,
     dropout: float,
 ) -> None:
     keys = key_pairs(plan.tensor for plan in plans)
-    by_key: dict[str, Tensor | LazyTensor] = {}
+    by_key: dict[str, Tensor] = {}
     sizes: dict[str, LoRASize] = {}
     parts: dict[str, Any] = {}
     for plan in plans:
@@ -165,19 +179,25 @@ def _write(
         if plan.has_dora:
             magnitudes = [tensors[magnitude_name(part.name)] for part in plan.tensor.parts]
             written[magnitude_key(plan.tensor)] = plan.tensor.fuse_magnitudes(magnitudes)
-        for key, tensor in written.items():
-            if not tensor.isfinite().all():
-                raise CheckpointError(f"{target}: {key!r} has values that are not finite")
-            by_key[key] = tensor
+        by_key |= written
         fused = plan.full_size(pair[0].shape[-2])
         assert fused is not None
         sizes[plan.target] = fused
         if not shared:
             parts[name] = [None if size is None else [size.rank, size.alpha] for size in plan.sizes]
+    by_key |= {f"{PREFIX}{key}": tensor.contiguous() for key, tensor in saved.items()}
+    for key, tensor in by_key.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{target}: {key!r} has values that are not finite")
     modules = [plan.target for plan in plans if not plan.is_parameter]
     parameters = [plan.target for plan in plans if plan.is_parameter]
     with replaced_export(target, {CONFIG_FILE, WEIGHTS_FILE, *ASSETS}.__contains__, "a LoRA export") as folder:
-        write_json(folder / CONFIG_FILE, config_fields(sizes, modules, parameters, base, dropout))
+        tied = tied_keys(adapter)
+        saved_modules = outer_modules(key for key in saved if tied is None or key != tied[1])
+        ties_weights = tied is not None and tied[0] in saved
+        is_critic = adapter.args.is_critic
+        fields = config_fields(sizes, modules, parameters, base, dropout, saved_modules, ties_weights, is_critic)
+        write_json(folder / CONFIG_FILE, fields)
         metadata = {PARTS: json.dumps(parts)} if parts else None
         write_safetensors(folder / WEIGHTS_FILE, by_key, "export.tensor", metadata)
         if tokenizer is not None:

@@ -17,7 +17,7 @@ from archon.engine.memory.activations import (
     block_activations,
     head_memory,
 )
-from archon.engine.memory.weight_shards import ModelWeights, count_parameters
+from archon.engine.memory.weight_shards import ModelWeights, ParameterCounts, ParameterShape, count_parameters
 from archon.models.args.base import BaseModelArgs
 from archon.models.layers.spec import LayerSpec
 from archon.parallel.activation_offload import MAX_DEVICE_INPUTS
@@ -111,13 +111,15 @@ def moment_bytes(config: EngineConfig, trained: RankParameters, wide: int) -> in
 def rank_parameters(
     weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int, *, lora: bool = False
 ) -> RankParameters:
-    """Return the parameter counts of `rank`; with `lora`, of its LoRA weights alone."""
+    """Return the parameter counts of `rank`; with `lora`, of its LoRA and saved modules alone.
+
+    A saved module counts as trained, and its frozen original is kept but never gathered.
+    """
     stages = [0] if plan is None else plan.rank_stages(rank // (layout.world_size // layout.pp))
     parts = [weights.stage(plan, stage) for stage in stages]
-    chosen = [tuple(w for w in layer if w.is_lora == lora) for layer in weights.distinct_layers]
-    distinct = [count_parameters(layer, layout, rank) for layer in chosen]
+    distinct = [_count(layer, layout, rank, lora=lora) for layer in weights.distinct_layers]
     layers = [distinct[index] for indices, _ in parts for index in indices]
-    outside_layers = [] if lora else [count_parameters(root, layout, rank) for _, root in parts]
+    outside_layers = [_count(root, layout, rank, lora=lora) for _, root in parts]
     return RankParameters(
         local=sum(count.local for count in (*layers, *outside_layers)),
         gathered=sum(count.gathered for count in (*layers, *outside_layers)),
@@ -128,6 +130,15 @@ def rank_parameters(
         muon_flops=sum(count.muon_flops for count in (*layers, *outside_layers)),
         lora=rank_parameters(weights, layout, plan, rank, lora=True) if weights.has_lora and not lora else None,
     )
+
+
+def _count(weights: tuple[ParameterShape, ...], layout: ParallelLayout, rank: int, *, lora: bool) -> ParameterCounts:
+    """Return the counts of the weights that are trained next to a LoRA, or of all others; see `rank_parameters`."""
+    if lora:
+        return count_parameters(tuple(w for w in weights if w.is_lora or w.saved), layout, rank)
+    counts = count_parameters(tuple(w for w in weights if not w.is_lora and not w.saved), layout, rank)
+    originals = count_parameters(tuple(w for w in weights if w.saved), layout, rank)
+    return replace(counts, local=counts.local + originals.local)
 
 
 def in_flight(plan: StagePlan, rank: int, micro_batches: int) -> int:
@@ -226,7 +237,8 @@ class _Step:
         self.has_head = self.n_stages - 1 in self.stages
         self.trained = self.counts.trained
         self.frozen = self.counts.lora is not None
-        head = head_memory(model.args, self.shard, model.gpu_memory, self.frozen) if self.has_head else (0, 0)
+        freezes_head = self.frozen and not model.weights.trains_head
+        head = head_memory(model.args, self.shard, model.gpu_memory, freezes_head) if self.has_head else (0, 0)
         self.head_forward, self.head_gradient = head
         self.sharded = layout.world_size > 1 or self.shard.bytes < self.shard.wide
         # Whether unreduced gradients are accumulated over micro-batches.

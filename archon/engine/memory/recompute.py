@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -118,8 +118,9 @@ def memory_model(
     args: BaseModelArgs,
     loras: Mapping[str | None, Mapping[str, LoRASize]],
     device: torch.device,
+    saved_modules: Collection[str] = (),
 ) -> MemoryModel:
-    """Return the memory model of a model with these LoRAs by name, on this device.
+    """Return the memory model of a model with these LoRAs by name and saved modules, on this device.
 
     Raises:
         ConfigError: the vision encoder is trained; its activations depend on the images.
@@ -131,7 +132,7 @@ def memory_model(
             "none, selective or full, or train only the decoder"
         )
     gpu_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return MemoryModel(args, ModelWeights.from_spec(spec, args, sum_lora_ranks(loras)), gpu_memory)
+    return MemoryModel(args, ModelWeights.from_spec(spec, args, sum_lora_ranks(loras), saved_modules), gpu_memory)
 
 
 def sum_lora_ranks(loras: Mapping[str | None, Mapping[str, LoRASize]]) -> dict[str, LoRASize]:
@@ -165,12 +166,13 @@ def resolve_auto(
     args: BaseModelArgs,
     loras: Mapping[str | None, Mapping[str, LoRASize]],
     device: torch.device,
+    saved_modules: Collection[str] = (),
 ) -> EngineConfig:
     """Return the configuration with the policy that `auto` chooses for this device. A collective under `auto`."""
     if config.activation_checkpoint.mode != "auto":
         return config
     budget = memory_budget(config, device, free_memory(device))
-    choice = choose_recompute(memory_model(config, spec, args, loras, device), config, budget)
+    choice = choose_recompute(memory_model(config, spec, args, loras, device, saved_modules), config, budget)
     if ControlPlane.world().is_main:
         logger.log(logging.INFO if choice.fits else logging.WARNING, "activation_checkpoint %s", choice)
     return config.model_copy(update={"activation_checkpoint": choice.policy})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -16,6 +16,7 @@ from archon.models.args.base import BaseModelArgs
 from archon.models.lora.dora import Magnitude
 from archon.models.lora.layers import LoRALayer
 from archon.models.lora.model import add_lora
+from archon.models.lora.saved_modules import train_saved_modules
 from archon.models.lora.targets import LoRASize
 from archon.models.spec import MOE_TP_PLAN, ModelSpec
 from archon.parallel.layout import ParallelLayout
@@ -26,13 +27,15 @@ from archon.parallel.pipeline import StagePlan
 class ParameterShape:
     """Parameter with its full shape, the role of its layer, and the number of heads that share its rows, if any.
 
-    The name of a LoRA weight ends with `lora.a` or `lora.b`; its role and heads equal the adapted matrix.
+    The name of a LoRA weight ends with `lora.a` or `lora.b`; its role and heads equal the adapted matrix. A `saved`
+    weight is trained whole next to a LoRA.
     """
 
     shape: tuple[int, ...]
     role: str
     name: str
     heads: int | None = None
+    saved: bool = False
 
     @property
     def is_lora(self) -> bool:
@@ -128,15 +131,21 @@ class ModelWeights:
 
     @classmethod
     def from_spec(
-        cls, spec: ModelSpec, args: BaseModelArgs, lora: Mapping[str, LoRASize] | None = None
+        cls,
+        spec: ModelSpec,
+        args: BaseModelArgs,
+        lora: Mapping[str, LoRASize] | None = None,
+        saved_modules: Collection[str] = (),
     ) -> ModelWeights:
-        """Build the family's model with `lora` on the meta device, and return its weights."""
+        """Build the family's model with `lora` and `saved_modules` on the meta device, and return its weights."""
         with torch.device("meta"):
             model = spec.model_class(args)
             add_lora(model, lora or {}, torch.float32)
-        outside = {name: tuple(_weights(part)) for name, part in model.named_children() if name != "layers"}
+            train_saved_modules(model, saved_modules, torch.float32)
+        saved = {id(model.get_parameter(name)) for name in saved_modules}
+        outside = {name: tuple(_weights(part, saved)) for name, part in model.named_children() if name != "layers"}
         head = tuple(w for name in ("norm", "output", "score") for w in outside.get(name, ()))
-        layers = [tuple(_weights(block)) for block in model.layers.values()]
+        layers = [tuple(_weights(block, saved)) for block in model.layers.values()]
         distinct = tuple(dict.fromkeys(layers))
         tied = args.tie_word_embeddings and not args.is_critic
         lora_layers = tuple(tuple(_lora_matrices(block)) if lora else None for block in model.layers.values())
@@ -148,6 +157,11 @@ class ModelWeights:
     def has_lora(self) -> bool:
         """Whether any matrix has a LoRA."""
         return any(self.lora_layers)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the head is a saved module, alone or as the tied embedding."""
+        return any(w.saved for w in self.head if w.role == "head")
 
     def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[int, ...], tuple[ParameterShape, ...]]:
         """Return the layers of a pipeline stage (without a pipeline, of the model), and the weights outside layers.
@@ -162,7 +176,7 @@ class ModelWeights:
         return layers, outside
 
 
-def _weights(module: nn.Module) -> Iterator[ParameterShape]:
+def _weights(module: nn.Module, saved: Collection[int]) -> Iterator[ParameterShape]:
     for part in module.modules():
         if isinstance(part, LoRALayer | Magnitude):
             continue  # yielded with its matrix
@@ -170,7 +184,7 @@ def _weights(module: nn.Module) -> Iterator[ParameterShape]:
         for name, parameter in part.named_parameters(recurse=False):
             role = roles.get(name, getattr(part, "role", None))
             assert role is not None, f"parameter {name} of {type(part).__name__} has no role"
-            yield ParameterShape(tuple(parameter.shape), role, name, heads)
+            yield ParameterShape(tuple(parameter.shape), role, name, heads, id(parameter) in saved)
         for matrix, lora in _lora_layers(part):
             for half, parameter in lora.named_parameters():
                 yield ParameterShape(tuple(parameter.shape), str(part.role), f"{matrix}.lora.{half}", heads)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from archon.engine.build import lora_sizes, lora_specs
+from archon.engine.build import lora_sizes, lora_specs, saved_modules
 from archon.engine.memory.memory_model import MemoryEstimate
 from archon.engine.memory.recompute import (
     GIB,
@@ -101,8 +101,8 @@ def predict(config: EngineConfig, hf_config: Mapping[str, Any], hardware: Hardwa
     Raises:
         ConfigError: the memory of a GPU is too small.
     """
-    spec, args, loras = _read_model(config, hf_config)
-    planner, layout = Planner(spec, args, hardware, sum_lora_ranks(loras)), parse_layout(config.layout)
+    spec, args, loras, saved = _read_model(config, hf_config)
+    planner, layout = Planner(spec, args, hardware, sum_lora_ranks(loras), saved), parse_layout(config.layout)
     packed = max(1, min(config.max_tokens_per_mb // batch.seq, -(-batch.documents // layout.dp)))
     micro_batches = -(-batch.documents // (layout.dp * packed))
     choice = None
@@ -131,15 +131,17 @@ def predict(config: EngineConfig, hf_config: Mapping[str, Any], hardware: Hardwa
 
 def predict_recompute(config: EngineConfig, hf_config: Mapping[str, Any], device: torch.device) -> RecomputeChoice:
     """Return the choice of `activation_checkpoint.mode = auto` on this device."""
-    spec, args, loras = _read_model(config, hf_config)
+    spec, args, loras, saved = _read_model(config, hf_config)
     budget = memory_budget(config, device, free_memory(device))
-    return choose_recompute(memory_model(config, spec, args, loras, device), config, budget)
+    return choose_recompute(memory_model(config, spec, args, loras, device, saved), config, budget)
 
 
 def _read_model(
     config: EngineConfig, hf_config: Mapping[str, Any]
-) -> tuple[ModelSpec, BaseModelArgs, dict[str | None, dict[str, LoRASize]]]:
+) -> tuple[ModelSpec, BaseModelArgs, dict[str | None, dict[str, LoRASize]], tuple[str, ...]]:
     spec = get_model_spec(str(hf_config["model_type"]))
     args = spec.model_args_class.from_hf_config(hf_config, is_critic=config.is_critic)
     adapter = spec.state_dict_adapter_class(dict(hf_config))
-    return spec, args, {name: lora_sizes(adapter, shape) for name, shape in lora_specs(config).items()}
+    sizes = {name: lora_sizes(adapter, shape) for name, shape in lora_specs(config).items()}
+    saved = () if config.lora is None else saved_modules(adapter, config.lora, sizes.get(None, {}))
+    return spec, args, sizes, saved

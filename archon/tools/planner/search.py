@@ -6,7 +6,7 @@ It predicts the time of all candidates, then the memory from the fastest on, unt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -146,9 +146,10 @@ class Planner:
         args: BaseModelArgs,
         hardware: Hardware,
         lora: Mapping[str, LoRASize] | None = None,
+        saved_modules: Collection[str] = (),
     ) -> None:
         self.args, self.hardware = args, hardware
-        self.weights = ModelWeights.from_spec(spec, args, lora)
+        self.weights = ModelWeights.from_spec(spec, args, lora, saved_modules)
         # Only a CPU's hardware file sets `processors`.
         self.memory_model = MemoryModel(args, self.weights, None if hardware.processors else hardware.memory_bytes)
         self._configs: dict[str, EngineConfig] = {}

@@ -14,6 +14,7 @@ OLDER = f"{LAYOUTS}::test_files_of_older_versions_of_peft"
 REFUSALS = "tests/lora/test_peft_refusals.py"
 DROPOUT = "tests/lora/test_dropout.py"
 DORA = "tests/lora/test_dora.py"
+SAVED = "tests/lora/test_saved_modules.py"
 TRAINING = "tests/lora/test_training.py"
 UNSUMMED = "(lambda p: p.to_local() if hasattr(p, 'to_local') else p)"
 
@@ -541,5 +542,75 @@ MUTANTS: tuple[Mutant, ...] = (
         "return [_extract(target, magnitudes.unsqueeze(1)).squeeze(1) for target in self.parts]",
         "return [*magnitudes.split([len(_extract(t, magnitudes.unsqueeze(1))) for t in self.parts][::-1])][::-1]",
         (f"{DORA}::test_archon_continues_from_pefts_dora[phi3]",),
+    ),
+    Mutant(
+        "a saved module is trained in the compute dtype",
+        "models/lora/saved_modules.py",
+        "nn.Parameter(getattr(module, parameter).detach().to(dtype))",
+        "nn.Parameter(getattr(module, parameter).detach())",
+        (f"{SAVED}::test_narrow_dtypes_train_them_in_float32_from_the_base",),
+    ),
+    Mutant(
+        "the reference model keeps trained modules",
+        "archon/engine/engine.py",
+        "with disable_lora(self.model), original_weights(self.model, self.built.originals):",
+        "with disable_lora(self.model):",
+        ("tests/lora/test_reference.py::test_the_base_scores_as_a_reference_of_its_own",),
+    ),
+    Mutant(
+        "trained modules are lost after the reference model ran",
+        "models/lora/saved_modules.py",
+        "        _copy(shards, trained)\n",
+        "        pass\n",
+        ("tests/lora/test_reference.py::test_the_base_scores_as_a_reference_of_its_own",),
+    ),
+    Mutant(
+        "a name of modules_to_save matches whole words only",
+        "models/lora/saved_modules.py",
+        "saved = [key for key in keys if any(module.endswith(x) for",
+        "saved = [key for key in keys if any(('.' + module).endswith('.' + x) for",
+        (f"{SAVED}::test_training_is_pefts[norms]",),
+    ),
+    Mutant(
+        "a folder lacks the head of a tied embedding",
+        "archon/checkpoint/peft/writer.py",
+        "        tensors[tied[1]] = tensors[tied[0]]\n",
+        "        pass\n",
+        (f"{SAVED}::test_training_is_pefts[tied]",),
+    ),
+    Mutant(
+        "merging drops saved modules",
+        "archon/checkpoint/convert.py",
+        "names = weights.adapter, {*lora.sizes, *lora.modules}",
+        "names = weights.adapter, {*lora.sizes}",
+        (f"{SAVED}::test_exports_resume_and_merging_keep_them",),
+    ),
+    Mutant(
+        "a generator keeps packed copies of saved modules",
+        "archon/generation/replica.py",
+        'if not has_lora or getattr(replica, "saved_modules", ()):',
+        "if not has_lora:",
+        (f"{SAVED}::test_the_generator_computes_the_trainers_policy_after_every_push",),
+    ),
+    Mutant(
+        "a generator shares the trainer's saved modules",
+        "archon/generation/replica.py",
+        "copy=is_lora(name) or name in model.saved_modules)",
+        "copy=is_lora(name))",
+        (f"{SAVED}::test_a_generator_has_copies_of_them",),
+    ),
+    Mutant(
+        "a checkpoint with saved modules resumes without them",
+        "archon/engine/engine_io.py",
+        '**({"modules_to_save": saved} if saved else {}), ',
+        "",
+        (f"{SAVED}::test_exports_resume_and_merging_keep_them",),
+    ),
+    Mutant(
+        "two matrices of a tied embedding are read as one",
+        "archon/checkpoint/peft/reader.py",
+        "        if tied is not None and tied[0] in tensors and not torch.equal(*(tensors[key] for key in tied)):",
+        "        if False:",
+        (f"{SAVED}::test_stored_modules_that_do_not_fit_are_refused",),
     ),
 )

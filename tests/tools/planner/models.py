@@ -12,6 +12,7 @@ from archon.checkpoint.hf_reader import read_hf_config
 from archon.engine.memory.memory_model import MemoryEstimate, MemoryModel
 from archon.engine.memory.weight_shards import ModelWeights
 from archon.models import get_model_spec
+from archon.models.lora.saved_modules import resolve_saved_modules
 from archon.models.lora.targets import resolve_lora_sizes
 from archon.parallel.layout import parse_layout
 from archon.schema.config import EngineConfig
@@ -110,6 +111,7 @@ OPS = {"activation_checkpoint": {"mode": "selective", "selective": "op"}}
 SECOND = {"activation_checkpoint": {"mode": "selective", "selective": 2}}
 LORA = {"lora": {"rank": 16}}
 DORA = {"lora": {"rank": 16, "dora": True}}
+SAVED = {"lora": {"rank": 16, "modules_to_save": ["lm_head", "embed_tokens", "norm"]}}
 MUON: dict[str, Any] = {"optimizer": {"kind": "muon"}}
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
 
@@ -143,5 +145,6 @@ class Case(NamedTuple):
         args = spec.model_args_class.from_hf_config(hf_config)
         names = spec.state_dict_adapter_class(hf_config)
         lora = {} if config.lora is None else resolve_lora_sizes(names, config.lora)
-        model = MemoryModel(args, ModelWeights.from_spec(spec, args, lora), None)
+        saved = () if config.lora is None else resolve_saved_modules(names, config.lora.modules_to_save, lora)
+        model = MemoryModel(args, ModelWeights.from_spec(spec, args, lora, saved), None)
         return model.estimate_rank(config, parse_layout(self.layout), self.rank, self.tokens, self.micro_batches)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.planner.allocation_trace import trace_allocations
-from tests.tools.planner.models import DORA, FULL, INTERLEAVED, LORA, MUON, OFFLOAD, OPS, SECOND, Case
+from tests.tools.planner.models import DORA, FULL, INTERLEAVED, LORA, MUON, OFFLOAD, OPS, SAVED, SECOND, Case
 
 QUICK = [
     Case("dense", "d1", {"dtype": "float32"}),
@@ -101,6 +101,9 @@ SLOW = [
     Case("moe", "d4e4", FULL | LORA),
     Case("latent", "t4", LORA),
     Case("delta", "d4", LORA),
+    Case("dense", "d4", SAVED),
+    Case("tied", "d2t2", SAVED),
+    Case("dense", "p2t2", FULL | SAVED, micro_batches=4),
     Case("dense", "d4", DORA),
     Case("dense", "t4", FULL | DORA),
     Case("latent", "t4", OPS | DORA),
