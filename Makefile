@@ -15,7 +15,7 @@ CUDA_RECORD := benchmarks/records/cuda_traced.jsonl
 GPU_RECORD := benchmarks/records/gpu.jsonl
 
 .PHONY: help setup demo demo-real test test-slow test-real test-vllm test-hosts test-cuda-traced test-gpu test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak test-faults \
-	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint docs format bench
+	test-ranking test-serve-load test-training-service test-browser test-models test-mutants lines upgrade-check lint docs format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by RL, on the CPU"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-soak  30 minutes of asynchronous RL: does memory or anything else grow? with the record"
 	@echo "make test-faults  100 faults of servers, ranks, network and disk: is each prompt trained exactly once on the right tokens? needs root"
 	@echo "make test-serve-load  64 agents use one server for five minutes, with the record"
+	@echo "make test-training-service  clients of the training service, together and alone, with the record"
 	@echo "make test-browser  the report in a real browser (needs Chromium)"
 	@echo "make test-models  every contract and every command of every family, with records, cards and tables"
 	@echo "make lines      lines of each family, and its budget"
@@ -122,6 +123,9 @@ test-ranking: setup
 
 test-serve-load: setup
 	.venv/bin/python -m benchmarks.serve_load --record benchmarks/records/serve_load.jsonl
+
+test-training-service: setup
+	.venv/bin/python -m benchmarks.training_service --record benchmarks/records/training_service.jsonl
 
 test-browser: setup
 	.venv/bin/python -m tests.tools.report.browser

@@ -147,6 +147,20 @@ def _serve_load(lines: Sequence[Line]) -> list[list[str]]:
     ]
 
 
+def _training_service(lines: Sequence[Line]) -> list[list[str]]:
+    return [
+        [
+            f"{line['clients']} clients, {line['case']}",
+            *(f"{line[f'{name}_steps_per_second']:.1f}" for name in ("together", "alone")),
+            f"{line['ratio']:.2f}×",
+            f"{line['weights_difference']:.0e}",
+            "✓" if line["passed"] else "✗ missed",
+        ]
+        for line in lines
+        if "passed" in line
+    ]
+
+
 def _ranking(lines: Sequence[Line]) -> list[list[str]]:
     head, *rows = lines
     return [
@@ -232,6 +246,12 @@ _TABLES = {
         "make test-serve-load",
         ("64 agents", "answers", "errors", "lost", "speed / bare generator", *_HEADS, ""),
         _serve_load,
+    ),
+    "training_service": (
+        "Clients of the training service",
+        "make test-training-service",
+        ("26M, one server thread", "steps/s together", "steps/s one by one", "ratio", "largest Δ weight", ""),
+        _training_service,
     ),
     "plan_ranking": (
         "Planner ranking of layouts",

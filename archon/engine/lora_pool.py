@@ -133,7 +133,8 @@ class LoRAPool:
         groups: dict[int | None, LossGroup] = {index: LossGroup(1.0, name) for index, name in enumerate(names)}
         loss = BatchLoss(loss_fn, _one, 1.0, 1.0, groups)
         runner = replace(runner, planner=replace(runner.planner, lora_names=tuple(names)))
-        engine.model.train(backward)
+        if engine.model.training != backward:  # a walk over all modules of all LoRAs
+            engine.model.train(backward)
         if not backward:
             runner.evaluate(parts, loss)
             return

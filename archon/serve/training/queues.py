@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from archon.schema.errors import UserError
 from archon.schema.exhausted import resource_error_message
+from archon.serve.preparation import Preparation
 from archon.serve.sessions import LimitError
 from archon.serve.training.trainer import Trainer
 from archon.serve.training.wire import LossRequest, loss_response
@@ -26,19 +29,32 @@ MAX_WAITING_TOKENS = 1 << 24
 BATCH_TOKENS = 1 << 16
 """Tokens of one batch: more models in a batch share the weights' memory traffic, and wait longer for its end."""
 
+WINDOW_SHARE, WINDOW_SECONDS = 0.5, 0.04
+"""Longest wait of a batch for further models: a share of the last batch's time, and seconds. A model that joins a small
+batch saves the time that does not depend on the batch's size, about half of it; in a large batch it saves less."""
+
 GAP_SECONDS = 300.0
 """Seconds that requests wait for a missing one before them; the SDK repeats a request for that long."""
 
+Result = TypeVar("Result")
 Work = LossRequest | UserError | Callable[[], dict[str, Any]]
 """A loss, a request that was refused, or another operation, which returns its JSON response."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A queued request; `future` is the id of its future."""
+    """A queued request; `future` is the id of its future. Optimizer steps are `short`."""
 
     future: str
     work: Work
+    short: bool = False
+
+    @property
+    def kind(self) -> str | None:
+        """Tasks of one kind run together; None: alone."""
+        if self.loss is not None:
+            return "backward" if self.loss.backward else "forward"
+        return "short" if self.short else None
 
     @property
     def loss(self) -> LossRequest | None:
@@ -53,13 +69,22 @@ class Task:
 
 @dataclass
 class ModelQueue:
-    """Requests of one model by sequence id; `next_id` is the next to run."""
+    """Requests of one model by sequence id; `next_id` is the next to run.
+
+    Attributes:
+        idle_since: when the last result was sent, if no request has arrived since.
+        pause: seconds between the last result before and the next request.
+        awaited: whether a batch may wait for the next request.
+    """
 
     model: str
     owner: str
     next_id: int = 0
     turn: int = 0
     gap_since: float | None = None
+    idle_since: float | None = None
+    pause: float = 0.0
+    awaited: bool = False
     waiting: dict[int, Task] = field(default_factory=dict)
 
     @property
@@ -78,7 +103,8 @@ class Queues:
     """Runs the requests of all models in one engine thread.
 
     Clients take turns, and so do the models of a client. Waiting losses of the other models join the batch of the model
-    whose turn it is.
+    whose turn it is. Optimizer steps come first, and a batch waits briefly for models whose next request is expected:
+    clients that train at the same time then share batches.
 
     Args:
         trainer: used in the engine thread only.
@@ -90,6 +116,8 @@ class Queues:
         self._queues: dict[str, ModelQueue] = {}
         self._owner_turns: dict[str, int] = {}
         self._clock = self._tokens = 0
+        self._batch_seconds = 0.0  # of the last batch of losses
+        self._window_ends: float | None = None  # of the batch that waits for further models
         self._wake = asyncio.Event()
         self.loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="archon-training")
@@ -120,7 +148,10 @@ class Queues:
 
     def submit(self, model: str, sequence_id: int, task: Task) -> None:
         """Queue a request; call `check` first."""
-        self._queues[model].waiting[sequence_id] = task
+        queue = self._queues[model]
+        if queue.idle_since is not None:
+            queue.pause, queue.idle_since = time.monotonic() - queue.idle_since, None
+        queue.waiting[sequence_id] = task
         self._tokens += task.n_tokens
         self._wake.set()
 
@@ -129,6 +160,8 @@ class Queues:
         queue = self._queues.pop(model, None)
         if queue is None:
             return
+        if all(other.owner != queue.owner for other in self._queues.values()):
+            self._owner_turns.pop(queue.owner, None)
         for task in queue.waiting.values():
             self._tokens -= task.n_tokens
             self._fail(task, UserError(reason))
@@ -159,59 +192,99 @@ class Queues:
 
     async def _run(self) -> None:
         while True:
-            batch = self._next()
-            if not batch:
-                self._wake.clear()
+            self._wake.clear()
+            ready = [queue for queue in self._queues.values() if queue.head is not None]
+            if not ready:
                 await self._wake.wait()
                 continue
-            outcomes = await self.loop.run_in_executor(self._thread, self._execute, batch)
-            for (_, task), outcome in zip(batch, outcomes, strict=True):
+            if (seconds := self._window(ready)) > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), seconds)
+                continue
+            batch = self._next(ready)
+            begun = time.monotonic()
+            with Preparation.short_switches():  # next to requests that arrive
+                outcomes = await self.loop.run_in_executor(self._thread, self._execute, batch)
+            if batch[0][1].loss is not None:
+                self._batch_seconds = time.monotonic() - begun
+            for (model, task), outcome in zip(batch, outcomes, strict=True):
                 if isinstance(outcome, BaseException):
                     self._fail(task, outcome)
                 else:
                     self._finish(task.future, outcome, task.loss is not None)
+                queue = self._queues.get(model)
+                if queue is not None and not queue.waiting:
+                    queue.idle_since, queue.awaited = time.monotonic(), True
 
-    def _next(self) -> list[tuple[str, Task]]:
-        """Remove the next requests: losses of one kind of several models, or one other request."""
-        ready = [queue for queue in self._queues.values() if queue.head is not None]
-        ready.sort(key=lambda queue: (self._owner_turns.get(queue.owner, 0), queue.turn))
+    def _window(self, ready: Sequence[ModelQueue]) -> float:
+        """Return the seconds for which a batch of losses waits for models whose next request is expected."""
+        heads = [queue.head for queue in ready]
+        if any(task is None or task.loss is None for task in heads):
+            return 0.0
+        now = time.monotonic()
+        if self._window_ends is None:
+            self._window_ends = now + min(WINDOW_SHARE * self._batch_seconds, WINDOW_SECONDS)
+        ends = self._window_ends
+        late = False
+        for queue in self._queues.values():
+            if queue.awaited and queue.idle_since is not None and queue.idle_since + queue.pause < ends:
+                late = True
+                queue.awaited = now < ends  # once after each result
+        return max(ends - now, 0.0) if late else 0.0
+
+    def _next(self, ready: list[ModelQueue]) -> list[tuple[str, Task]]:
+        """Remove the next requests: those of one kind of several models, or one that runs alone."""
+        ready.sort(
+            key=lambda queue: (queue.head.kind != "short", self._owner_turns.get(queue.owner, 0), queue.turn)  # type: ignore[union-attr]
+        )
         self._clock += 1
+        self._window_ends = None
         batch: list[tuple[str, Task]] = []
-        tokens, backward = 0, None
+        tokens, kind = 0, None
         for queue in ready:
             while (task := queue.head) is not None:
-                if batch and (task.loss is None or task.loss.backward != backward):
+                if batch and (task.kind is None or task.kind != kind):
                     break
                 if batch and tokens + task.n_tokens > BATCH_TOKENS:
                     break
                 batch.append((queue.model, queue.pop()))
                 queue.turn = self._owner_turns[queue.owner] = self._clock
-                if task.loss is None:
+                if task.kind is None:
                     return batch
-                tokens, backward = tokens + task.n_tokens, task.loss.backward
+                tokens, kind = tokens + task.n_tokens, task.kind
         self._tokens -= tokens
-        if batch:
+        if kind != "short":
             self.batches = [*self.batches[-99:], len({model for model, _ in batch})]
         return batch
 
-    def _execute(self, batch: list[tuple[str, Task]]) -> list[bytes | BaseException]:
+    def _execute(self, batch: list[tuple[str, Task]]) -> Sequence[bytes | Exception]:
         """Run a batch in the engine thread; return the body or the error of each request."""
         losses = [(model, task.loss) for model, task in batch if task.loss is not None]
-        work = batch[0][1].work
-        try:
-            if losses:
-                return [loss_response(result) for result in self._trainer.run(losses)]
-            if isinstance(work, UserError):
-                return [work]
-            assert callable(work)
-            return [json.dumps(work()).encode()]
-        except Exception as error:
-            if not isinstance(error, UserError) and resource_error_message(error) is None:
-                logger.exception("a request of the training service failed")
-            return [error] * len(batch)
+        if not losses:
+            return [_attempt(partial(_operate, task.work)) for _, task in batch]
+        outcome = _attempt(lambda: [loss_response(result) for result in self._trainer.run(losses)])
+        return [outcome] * len(batch) if isinstance(outcome, Exception) else outcome
 
     def _fail(self, task: Task, error: BaseException) -> None:
         self._finish(task.future, failure(error), False)
+
+
+def _operate(work: Work) -> bytes:
+    """Run an operation other than a loss."""
+    if isinstance(work, UserError):
+        raise work
+    assert callable(work)
+    return json.dumps(work()).encode()
+
+
+def _attempt(work: Callable[[], Result]) -> Result | Exception:
+    """Return the result of `work`, or its error, which is logged unless it is the client's."""
+    try:
+        return work()
+    except Exception as error:
+        if not isinstance(error, UserError) and resource_error_message(error) is None:
+            logger.exception("a request of the training service failed")
+        return error
 
 
 def failure(error: BaseException) -> bytes:

@@ -30,7 +30,13 @@ from archon.serve.training.queues import Queues, Task, failure
 from archon.serve.training.sampler import Sampler
 from archon.serve.training.store import LOST, Checkpoint, Kind, Store
 from archon.serve.training.trainer import LoRAShape, Trainer
-from archon.serve.training.wire import LossRequest, loss_request, parse_proto, require_prompt, sample_response
+from archon.serve.training.wire import (
+    LossRequest,
+    loss_request,
+    parse_proto,
+    require_prompt,
+    sample_response,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +290,7 @@ class TrainingService:
             settings = _adam_step(params)
             return lambda: {"metrics": {"grad_norm": self.trainer.step(request.model_id, settings)}}
 
-        return self._queue(owner, request.model_id, request.seq_id, prepare)
+        return self._queue(owner, request.model_id, request.seq_id, prepare, short=True)
 
     def save(
         self,
@@ -400,6 +406,8 @@ class TrainingService:
         model: str,
         sequence_id: int | None,
         prepare: Callable[[], Any],
+        *,
+        short: bool = False,
     ) -> dict[str, Any]:
         """Queue a request; its sequence id makes a retry harmless.
 
@@ -418,7 +426,7 @@ class TrainingService:
             except UserError as error:
                 work = error
             self._pending(owner, future, model)
-            self.queues.submit(model, sequence_id, Task(future, work))
+            self.queues.submit(model, sequence_id, Task(future, work, short))
         return {"request_id": future, "model_id": model}
 
     # Sampling

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 NUMBERS = "tests/serve/training/test_numbers.py"
 SERVICE = "tests/serve/training/test_service.py"
+QUEUES = "tests/serve/training/test_queues.py"
 DEFINITIONS = f"{NUMBERS}::test_each_loss_is_its_definition"
 PEFT = f"{NUMBERS}::test_a_plain_loop_with_peft_agrees_while_another_client_trains"
 
@@ -79,5 +80,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "(self._owner_turns.get(queue.owner, 0), queue.turn)",
         "(queue.turn,)",
         ("tests/serve/training/test_queues.py::test_clients_take_turns_and_models_keep_their_order",),
+    ),
+    Mutant(
+        "a batch does not wait for models whose next request is expected",
+        "archon/serve/training/queues.py",
+        "        return max(ends - now, 0.0) if late else 0.0\n",
+        "        return 0.0\n",
+        (f"{QUEUES}::test_clients_that_train_at_the_same_time_share_batches",),
+    ),
+    Mutant(
+        "losses that wait longer run before optimizer steps",
+        "archon/serve/training/queues.py",
+        '(queue.head.kind != "short", self',
+        "(False, self",
+        (f"{QUEUES}::test_clients_that_train_at_the_same_time_share_batches",),
+    ),
+    Mutant(
+        "batches wait again and again for a client that has left",
+        "archon/serve/training/queues.py",
+        "queue.awaited = now < ends",
+        "queue.awaited = True",
+        (f"{QUEUES}::test_a_batch_waits_only_once_for_a_client_that_has_left",),
     ),
 )

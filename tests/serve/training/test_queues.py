@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa:
 
 from archon.cli.serve_training import make_server  # noqa: E402
 from archon.cli.serve_training_config import ServeTrainingConfig  # noqa: E402
+from archon.engine.lora_pool import AdamStep  # noqa: E402
 from archon.serve.training import queues, service  # noqa: E402
 from archon.serve.training.queues import Queues, Task  # noqa: E402
 from archon.serve.training.trainer import LoRAShape  # noqa: E402
@@ -100,6 +102,63 @@ def test_losses_of_several_models_become_one_batch(dtype: Any, base: Path, tmp_p
     assert list(losses.values()) == pytest.approx([losses["a0"]] * 9, rel={"float32": 1e-6, "bfloat16": 1e-3}[dtype])
 
 
+async def alternate(base: Path, state: Path, steps: dict[str, int], delay: float = 0.005) -> list[int]:
+    """Let models take steps, the second from the middle of the first's batch; return the models of each batch."""
+    server = make_server(base, ServeTrainingConfig(device="cpu"), [], state)
+    server.start()
+    events: dict[str, asyncio.Event] = {}
+    server.queues._finish = lambda future, body, proto: events.pop(future).set()
+
+    adam = AdamStep(1e-3, 0.9, 0.95, 1e-8)
+
+    async def train(model: str) -> None:
+        for step in range(steps[model]):
+            data = types.ForwardBackwardInput(data=[datum(ids) for ids in rows()], loss_fn="cross_entropy")
+            message = forward_backward_request_to_proto(
+                types.ForwardBackwardRequest(forward_backward_input=data, model_id=model, seq_id=1)
+            )
+            done = events[f"{model} step {step}"] = asyncio.Event()
+            events[f"{model} loss {step}"] = asyncio.Event()
+            work = loss_request(message, 95, 256)
+            server.queues.submit(model, 2 * step, Task(f"{model} loss {step}", work))
+            update = Task(f"{model} step {step}", lambda: {"norm": server.trainer.step(model, adam)}, short=True)
+            server.queues.submit(model, 2 * step + 1, update)
+            await asyncio.wait_for(done.wait(), 30)
+            await asyncio.sleep(delay)
+
+    training = []
+    for number, model in enumerate(steps):
+        server.trainer.create(model, LoRAShape(2, seed=number))
+        server.queues.open(model, owner=model)
+    for model in steps:
+        training.append(asyncio.create_task(train(model)))
+        await asyncio.sleep(0.002)  # the next loss arrives while this one runs
+    await asyncio.gather(*training)
+    await server.close()
+    return server.queues.batches
+
+
+def test_clients_that_train_at_the_same_time_share_batches(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, "WINDOW_SHARE", 1e6)  # a busy machine may delay a client
+    monkeypatch.setattr(queues, "WINDOW_SECONDS", 1.0)
+    batches = asyncio.run(alternate(base, tmp_path / "state", {"a": 8, "b": 8}))
+    assert batches == [1, *[2] * 7, 1]  # b is one step behind
+
+
+def test_a_batch_waits_only_once_for_a_client_that_has_left(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, "WINDOW_SHARE", 1e6)
+    monkeypatch.setattr(queues, "WINDOW_SECONDS", 1.0)
+    begun = time.monotonic()
+    batches = asyncio.run(alternate(base, tmp_path / "state", {"a": 2, "b": 12}))
+    waits = time.monotonic() - begun
+    assert sum(batches) == 14
+    assert waits < 6, batches  # 10 steps of b alone would wait for 10 s
+
+
 def test_silent_sessions_end_and_requests_do_not_wait_for_ever(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +187,7 @@ def test_silent_sessions_end_and_requests_do_not_wait_for_ever(
             server.touch("me", session)
         with pytest.raises(HTTPException, match="it has no saved state"):
             server.optim_step("me", types.OptimStepRequest(optim_params=types.AdamParams(), model_id=model, seq_id=6))
+        await server.close()  # the engine thread has ended
         assert model not in server.trainer._names
-        await server.close()
 
     asyncio.run(run())
