@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256
 """Maximum waiting requests of a model; the SDK repeats further ones later."""
+MAX_AHEAD = 4096
+"""Maximum distance of a request from the next one to run; the SDK sends requests in order, some at the same time."""
 MAX_WAITING_TOKENS = 1 << 24
 """Maximum tokens of all waiting requests; a token with its inputs takes 20 to 30 bytes."""
 BATCH_TOKENS = 1 << 16
@@ -136,12 +138,17 @@ class Queues:
         """Raise for a request that cannot be queued.
 
         Raises:
-            UserError: the sequence id was used before.
+            UserError: the sequence id was used before, or is far ahead.
             LimitError: too many requests are waiting; the client should repeat it.
         """
         queue = self._queues[model]
         if sequence_id < queue.next_id or sequence_id in queue.waiting:
             raise UserError(f"sequence id {sequence_id} of model {model} was used before, and its result has expired")
+        if sequence_id > queue.next_id + MAX_AHEAD:
+            raise UserError(
+                f"sequence id {sequence_id} of model {model} is too far ahead; expected at most {MAX_AHEAD} more than "
+                f"{queue.next_id}, the next one"
+            )
         # The next request always enters: the others wait for it.
         if sequence_id > queue.next_id and (len(queue.waiting) >= MAX_WAITING or self._tokens >= MAX_WAITING_TOKENS):
             raise LimitError(f"{len(queue.waiting)} requests of model {model} are waiting; try again")

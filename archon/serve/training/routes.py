@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from tinker import types
@@ -59,6 +60,9 @@ async def _error_response(request: Request, error: Exception) -> Response:
     message = str(error)
     if isinstance(error, StarletteHTTPException):
         status, message = error.status_code, str(error.detail)
+    elif isinstance(error, RequestValidationError):
+        status = 400
+        message = "; ".join(f"{entry['loc'][-1]}: {entry['msg']}" for entry in error.errors())
     elif isinstance(error, LimitError):
         status = 429
     elif isinstance(error, UserError):
@@ -71,7 +75,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": message[:2000]}, status)
 
 
-for _error_class in (StarletteHTTPException, UserError, RecursionError, Exception):
+for _error_class in (StarletteHTTPException, RequestValidationError, UserError, RecursionError, Exception):
     app.add_exception_handler(_error_class, _error_response)
 
 

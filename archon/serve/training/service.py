@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from fastapi import HTTPException
 from tinker import types
 
@@ -35,6 +34,7 @@ from archon.serve.training.wire import (
     loss_request,
     parse_proto,
     require_prompt,
+    require_tokens,
     sample_response,
 )
 
@@ -510,7 +510,7 @@ class TrainingService:
             raise UserError("the prompt has a chunk that is not text; this server takes text only")
         prompt = request.prompt.to_ints()
         limit = self.sampler.generator.max_seq_len
-        require_prompt(torch.tensor(prompt, dtype=torch.int64), self.trainer.vocab_size, limit - 1)
+        require_prompt(prompt, self.trainer.vocab_size, limit - 1)
         last_n = request.prompt_logprobs_last_n
         if last_n is not None and not (request.prompt_logprobs and 1 <= last_n < len(prompt)):
             raise UserError(
@@ -522,6 +522,9 @@ class TrainingService:
         stops = [stop] if isinstance(stop, str) else list(stop or [])
         if len(stops) > MAX_STOPS:
             raise UserError(f"stop has {len(stops)} items; expected at most {MAX_STOPS}")
+        stop_ids = [item for item in stops if not isinstance(item, str)]
+        if stop_ids:
+            require_tokens("stop", stop_ids, self.trainer.vocab_size)
         greedy = params.temperature == 0
         gconfig = GenerationHyperparameters(
             max_new_tokens=params.max_tokens if params.max_tokens is not None else limit - len(prompt),
@@ -530,7 +533,7 @@ class TrainingService:
             top_k=None if params.top_k == -1 else params.top_k,
             top_p=params.top_p,
             stop=[item for item in stops if isinstance(item, str)],
-            stop_token_ids=[item for item in stops if not isinstance(item, str)],
+            stop_token_ids=stop_ids,
             ignore_eos=stop is not None,  # the SDK: None keeps the end-of-text tokens, a list replaces them
             top_logprobs=request.topk_sample_logprobs,
         )

@@ -156,7 +156,7 @@ def _datum(
     targets = _tensor("target_tokens", message.loss_fn_inputs["target_tokens"], pb.DTYPE_INT64, length)
     if targets.ndim > 1 and not loss.several_targets:
         raise UserError(f"target_tokens is {tuple(targets.shape)}; {name} takes one target per position, ({length},)")
-    _require_tokens("target_tokens", targets, vocab_size)
+    require_tokens("target_tokens", targets, vocab_size)
     inputs = {}
     for key in (*loss.inputs, *loss.optional):
         if key not in message.loss_fn_inputs:
@@ -186,15 +186,17 @@ def _tokens(chunks: Sequence[pb.Chunk], vocab_size: int, max_tokens: int) -> Ten
     return tokens
 
 
-def require_prompt(tokens: Tensor, vocab_size: int, max_tokens: int) -> None:
+def require_prompt(tokens: Tensor | Sequence[int], vocab_size: int, max_tokens: int) -> None:
     """Raise UserError for an empty or too long model input, or for a token outside of the vocabulary."""
     if not 1 <= len(tokens) <= max_tokens:
         raise UserError(f"model_input has {len(tokens)} tokens; expected 1 to {max_tokens}")
-    _require_tokens("model_input", tokens, vocab_size)
+    require_tokens("model_input", tokens, vocab_size)
 
 
-def _require_tokens(name: str, ids: Tensor, vocab_size: int) -> None:
-    low, high = (int(x) for x in ids.aminmax())
+def require_tokens(name: str, ids: Tensor | Sequence[int], vocab_size: int) -> None:
+    """Raise UserError for a token id outside of the vocabulary."""
+    # JSON has integers of any size, which tensors do not hold.
+    low, high = (int(x) for x in (ids.aminmax() if isinstance(ids, Tensor) else (min(ids), max(ids))))
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise UserError(f"{name} has token id {wrong}; expected 0 to {vocab_size - 1}: is it this model's tokenizer?")

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 NUMBERS = "tests/serve/training/test_numbers.py"
 SERVICE = "tests/serve/training/test_service.py"
-QUEUES = "tests/serve/training/test_queues.py"
+QUEUES, FUZZ = (f"tests/serve/training/test_{name}.py" for name in ("queues", "fuzz"))
 DEFINITIONS = f"{NUMBERS}::test_each_loss_is_its_definition"
 PEFT = f"{NUMBERS}::test_a_plain_loop_with_peft_agrees_while_another_client_trains"
 
@@ -101,5 +101,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "queue.awaited = now < ends",
         "queue.awaited = True",
         (f"{QUEUES}::test_a_batch_waits_only_once_for_a_client_that_has_left",),
+    ),
+    Mutant(
+        "a request may be any number ahead of the next",
+        "archon/serve/training/queues.py",
+        "if sequence_id > queue.next_id + MAX_AHEAD:",
+        "if sequence_id < 0:",
+        (f"{FUZZ}::test_hostile_requests_fail_alone",),
+    ),
+    Mutant(
+        "token ids of a prompt become a tensor before they are checked",
+        "archon/serve/training/wire.py",
+        "(ids.aminmax() if isinstance(ids, Tensor) else (min(ids), max(ids)))",
+        "torch.as_tensor(ids).aminmax()",
+        (f"{FUZZ}::test_hostile_requests_fail_alone",),
+    ),
+    Mutant(
+        "a decompressed body may have any size",
+        "archon/serve/training/wire.py",
+        "reader.read(INFLATED_BYTES + 1)",
+        "reader.read()",
+        (f"{FUZZ}::test_hostile_requests_fail_alone",),
     ),
 )
