@@ -36,7 +36,7 @@ help:
 	@echo "make test-soak  30 minutes of asynchronous RL: does memory or anything else grow? with the record"
 	@echo "make test-faults  100 faults of servers, ranks, network and disk: is each prompt trained exactly once on the right tokens? needs root"
 	@echo "make test-serve-load  64 agents use one server for five minutes, with the record"
-	@echo "make test-training-service  clients of the training service, together and alone, with the record"
+	@echo "make test-training-service  clients of the training service, together and alone; ten minutes of kills; with records"
 	@echo "make test-browser  the report in a real browser (needs Chromium)"
 	@echo "make test-models  every contract and every command of every family, with records, cards and tables"
 	@echo "make lines      lines of each family, and its budget"
@@ -126,6 +126,7 @@ test-serve-load: setup
 
 test-training-service: setup
 	.venv/bin/python -m benchmarks.training_service --record benchmarks/records/training_service.jsonl
+	.venv/bin/python -m benchmarks.training_soak --record benchmarks/records/training_soak.jsonl
 
 test-browser: setup
 	.venv/bin/python -m tests.tools.report.browser

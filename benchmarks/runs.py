@@ -161,6 +161,20 @@ def _training_service(lines: Sequence[Line]) -> list[list[str]]:
     ]
 
 
+def _training_soak(lines: Sequence[Line]) -> list[list[str]]:
+    return [
+        [
+            f"{line['seconds'] / 60:.0f} min, {line.get('client_kills', line.get('server_kills'))} kills of "
+            + ("clients" if line["part"] == "clients" else "the server"),
+            *(f"{line[name]:,}" for name in ("steps", "saved", "failed", "unanswered", "missing_states")),
+            f"{line['weights_difference']:.0e} of {line['checked_loras']}",
+            *(_held(line) if "flat" in line else [""] * len(_HELD)),
+            "✓" if line["passed"] else "✗ missed",
+        ]
+        for line in lines
+    ]
+
+
 def _ranking(lines: Sequence[Line]) -> list[list[str]]:
     head, *rows = lines
     return [
@@ -252,6 +266,15 @@ _TABLES = {
         "make test-training-service",
         ("26M, one server thread", "steps/s together", "steps/s one by one", "ratio", "largest Δ weight", ""),
         _training_service,
+    ),
+    "training_soak": (
+        "Kills of the training service and of its clients",
+        "make test-training-service",
+        (
+            *("8 clients", "steps", "saved states", "failed requests", "without an answer", "lost states"),
+            *("largest Δ weight", *_HEADS, ""),
+        ),
+        _training_soak,
     ),
     "plan_ranking": (
         "Planner ranking of layouts",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from archon.checkpoint.atomic import undo_replacement
 from archon.schema.errors import ConfigError, UserError
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
@@ -87,6 +88,17 @@ class Store:
             "UPDATE futures SET state='done', body=?, proto=0, time=? WHERE state='pending'", (failed, time.time())
         )
         self._db.execute("UPDATE models SET live=0")
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Remove what a killed server left of unfinished saves and deletions of checkpoints."""
+        rows = self.query("SELECT model, kind, name FROM checkpoints")
+        recorded = {self.folder(row["model"], row["kind"], row["name"]) for row in rows}
+        for folder in recorded:
+            undo_replacement(folder)
+        for folder in (self.root / "checkpoints").glob("*/*/*"):
+            if folder not in recorded:
+                shutil.rmtree(folder)
 
     def close(self) -> None:
         """Close the file and release the folder."""

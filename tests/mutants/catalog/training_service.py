@@ -123,4 +123,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "reader.read()",
         (f"{FUZZ}::test_hostile_requests_fail_alone",),
     ),
+    Mutant(
+        "unfinished checkpoints of a killed server stay",
+        "archon/serve/training/store.py",
+        "            if folder not in recorded:\n                shutil.rmtree(folder)\n",
+        "            pass\n",
+        ("tests/serve/training/test_store.py",),
+    ),
+    Mutant(
+        "a restart forgets a checkpoint whose replacement was interrupted",
+        "archon/serve/training/store.py",
+        "            undo_replacement(folder)\n",
+        "            pass\n",
+        ("tests/serve/training/test_store.py",),
+    ),
 )
