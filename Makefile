@@ -37,7 +37,7 @@ help:
 	@echo "make test-faults  100 faults of servers, ranks, network and disk: is each prompt trained exactly once on the right tokens? needs root"
 	@echo "make test-serve-load  64 agents use one server for five minutes, with the record"
 	@echo "make test-training-service  clients of the training service, together and alone; ten minutes of kills; with records"
-	@echo "make test-browser  the report in a real browser (needs Chromium)"
+	@echo "make test-browser  the report and the training service's page in a real browser (needs Chromium)"
 	@echo "make test-models  every contract and every command of every family, with records, cards and tables"
 	@echo "make lines      lines of each family, and its budget"
 	@echo "make test-mutants  mutation tests: does a test catch each planted mistake? with the record"
@@ -130,6 +130,7 @@ test-training-service: setup
 
 test-browser: setup
 	.venv/bin/python -m tests.tools.report.browser
+	.venv/bin/python -m tests.serve.training.browser
 
 test-models: setup
 	.venv/bin/python -m benchmarks.families --record benchmarks/records/families.jsonl

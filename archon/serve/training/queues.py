@@ -17,6 +17,7 @@ from archon.schema.errors import UserError
 from archon.schema.exhausted import resource_error_message
 from archon.serve.preparation import Preparation
 from archon.serve.sessions import LimitError
+from archon.serve.training.activity import Activity
 from archon.serve.training.trainer import Trainer
 from archon.serve.training.wire import LossRequest, loss_response
 
@@ -124,6 +125,7 @@ class Queues:
         self.loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="archon-training")
         self._runner = self.loop.create_task(self._run(), name="archon-training")
+        self.activity = Activity()
         self.batches: list[int] = []
         """The number of models in each batch of losses."""
 
@@ -167,12 +169,17 @@ class Queues:
         queue = self._queues.pop(model, None)
         if queue is None:
             return
+        self.activity.remove(model)
         if all(other.owner != queue.owner for other in self._queues.values()):
             self._owner_turns.pop(queue.owner, None)
         for task in queue.waiting.values():
             self._tokens -= task.n_tokens
             self._fail(task, UserError(reason))
         self._thread.submit(self._trainer.remove, model)
+
+    def waiting(self, model: str | None = None) -> int:
+        """Return the number of waiting requests of a model, or of all models."""
+        return sum(len(queue.waiting) for queue in self._queues.values() if model in (None, queue.model))
 
     def fail_gaps(self) -> None:
         """Fail requests that wait for one that never arrived, for example because its body was refused."""
@@ -218,6 +225,8 @@ class Queues:
                 if isinstance(outcome, BaseException):
                     self._fail(task, outcome)
                 else:
+                    if task.kind == "short":
+                        self.activity.stepped(model)
                     self._finish(task.future, outcome, task.loss is not None)
                 queue = self._queues.get(model)
                 if queue is not None and not queue.waiting:
@@ -269,8 +278,16 @@ class Queues:
         losses = [(model, task.loss) for model, task in batch if task.loss is not None]
         if not losses:
             return [_attempt(partial(_operate, task.work)) for _, task in batch]
-        outcome = _attempt(lambda: [loss_response(result) for result in self._trainer.run(losses)])
+        outcome = _attempt(lambda: self._run_losses(losses))
         return [outcome] * len(batch) if isinstance(outcome, Exception) else outcome
+
+    def _run_losses(self, losses: Sequence[tuple[str, LossRequest]]) -> list[bytes]:
+        bodies = []
+        for (model, request), result in zip(losses, self._trainer.run(losses), strict=True):
+            if request.backward:
+                self.activity.trained(model, result.total, request.n_tokens)
+            bodies.append(loss_response(result))
+        return bodies
 
     def _fail(self, task: Task, error: BaseException) -> None:
         self._finish(task.future, failure(error), False)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import functools
+import hashlib
 import json
 import logging
 from collections.abc import Callable
+from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from tinker import types
 from tinker.types.future_retrieve_request import FutureRetrieveRequest
@@ -352,6 +356,33 @@ async def download_urls(request: Request, model: str, kind: str, name: str) -> d
 async def download(request: Request, name: str, expires: int, signature: str) -> Response:
     """Return the file of a signed URL; the signature replaces the API key."""
     return FileResponse(_service(request).signed_file(name, expires, signature))
+
+
+# The page
+
+
+@app.get("/")
+async def page(request: Request) -> Response:
+    """Return the page, which has no data of its own; its script asks for the status."""
+    text, policy = _page_text()
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
+
+
+@app.get("/status")
+async def status(request: Request) -> dict[str, Any]:
+    """Return the status of the client; without tokens, which is allowed only on loopback, that of all clients."""
+    owner, service = _owner(request), _service(request)
+    return service.status(owner if service.tokens else None)
+
+
+@functools.cache
+def _page_text() -> tuple[str, str]:
+    """Return the page and its content security policy: only its own script runs, and only this server is asked."""
+    text = (resources.files("archon.serve.training") / "page.html").read_text(encoding="utf-8")
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sources = f"connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return text, f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
 @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])

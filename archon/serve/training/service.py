@@ -58,6 +58,8 @@ MAX_METADATA = 1 << 16
 """Maximum characters of metadata of a session, model or checkpoint."""
 MAX_PARSING = 2
 """Maximum bodies that are decompressed and parsed at once; one may have 256 MiB."""
+MAX_SHOWN = 100
+"""Maximum sessions and models on the page."""
 UNNAMED = "_step-"
 """Prefix of checkpoints that a client samples from without naming them; the end of their session deletes them."""
 URL_SECONDS = 3600.0
@@ -486,6 +488,7 @@ class TrainingService:
             answers, scores = await asyncio.wrap_future(self.sampler.sample(requests, folder, top))
             if any(answer.stop_reason == "abort" for answer in answers):
                 raise UserError("the sampling request was canceled")
+            self.queues.activity.sampled(sum(len(answer.output_tokens) for answer in answers))
             self._finish(future, sample_response(answers, scores, last_n), True)
         except Exception as error:
             if not isinstance(error, UserError):
@@ -620,6 +623,47 @@ class TrainingService:
     def _forget(self, checkpoint: Checkpoint) -> None:
         folder = self.store.delete_checkpoint(checkpoint)
         self.sampler.forget(folder)
+
+    # The page
+
+    def status(self, owner: str | None) -> dict[str, Any]:
+        """Return what the page shows of a client, or of all clients if `owner` is None."""
+        now, activity = time.time(), self.queues.activity
+        where = "ended=0 AND (? IS NULL OR owner=?) ORDER BY seen DESC LIMIT ?"
+        sessions = self.store.query(f"SELECT * FROM sessions WHERE {where}", owner, owner, MAX_SHOWN)
+        where = "live=1 AND (? IS NULL OR owner=?) ORDER BY seen DESC LIMIT ?"
+        models = self.store.query(f"SELECT * FROM models WHERE {where}", owner, owner, MAX_SHOWN)
+        batches = self.queues.batches
+        return {
+            "model": self.model,
+            "sdk": SDK_VERSION,
+            "everyone": owner is None,
+            "sessions": [
+                {
+                    "name": (row["name"] or row["id"])[:64],
+                    "client": row["owner"][:8],
+                    "models": sum(model["session"] == row["id"] for model in models),
+                    "silent_seconds": now - row["seen"],
+                }
+                for row in sessions
+            ],
+            "models": [
+                {
+                    "name": row["id"][:8] + row["id"][32:],  # the session's id is long
+                    "client": row["owner"][:8],
+                    "rank": json.loads(row["config"])["rank"],
+                    "waiting": self.queues.waiting(row["id"]),
+                    **activity.curve(row["id"]),
+                }
+                for row in models
+            ],
+            "queue": {
+                "waiting": self.queues.waiting(),
+                "samples": self._samples,
+                "models_per_batch": sum(batches) / max(len(batches), 1),
+            },
+            "tokens_per_second": activity.rates(),
+        }
 
     # Housekeeping
 

@@ -77,6 +77,11 @@ class LossResult:
     logprobs: Sequence[Tensor]
     losses: Sequence[Tensor]
 
+    @property
+    def total(self) -> float:
+        """The sum of all losses."""
+        return sum(float(loss.double().sum()) for loss in self.losses)
+
 
 def inflate(body: bytes, encoding: str) -> bytes:
     """Decompress a body; the size is limited while it is decompressed.
@@ -235,7 +240,7 @@ def _dense(name: str, message: pb.SparseCsr, kind: np.dtype, shape: tuple[int, .
 def loss_response(result: LossResult) -> bytes:
     """Return the body of a ForwardBackwardOutput: `logprobs` and `elementwise_loss` of each document."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    message.metrics["loss:sum"] = sum(float(loss.double().sum()) for loss in result.losses)
+    message.metrics["loss:sum"] = result.total
     pairs = zip(result.logprobs, result.losses, strict=True)
     # The trailing shape is per record: consecutive documents with the same number of targets share one.
     for trailing, group in groupby(pairs, key=lambda pair: tuple(pair[0].shape[1:])):

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 NUMBERS = "tests/serve/training/test_numbers.py"
 SERVICE = "tests/serve/training/test_service.py"
-QUEUES, FUZZ = (f"tests/serve/training/test_{name}.py" for name in ("queues", "fuzz"))
+QUEUES, FUZZ, PAGE = (f"tests/serve/training/test_{name}.py" for name in ("queues", "fuzz", "page"))
 DEFINITIONS = f"{NUMBERS}::test_each_loss_is_its_definition"
 PEFT = f"{NUMBERS}::test_a_plain_loop_with_peft_agrees_while_another_client_trains"
 
@@ -136,5 +136,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "            undo_replacement(folder)\n",
         "            pass\n",
         ("tests/serve/training/test_store.py",),
+    ),
+    Mutant(
+        "the page shows every client all sessions",
+        "archon/serve/training/routes.py",
+        "service.status(owner if service.tokens else None)",
+        "service.status(None)",
+        (f"{PAGE}::test_a_client_sees_only_its_own_sessions",),
+    ),
+    Mutant(
+        "a loss curve grows without bound",
+        "archon/serve/training/activity.py",
+        "if len(self.points) > POINTS:",
+        "if len(self.points) < 0:",
+        (f"{PAGE}::test_rates_and_curves_are_bounded",),
+    ),
+    Mutant(
+        "the loss curve shows the mean of all steps",
+        "archon/serve/training/activity.py",
+        "        self._sum, self._count = 0.0, 0\n        if len",
+        "        if len",
+        (f"{PAGE}::test_rates_and_curves_are_bounded",),
     ),
 )

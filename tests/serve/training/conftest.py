@@ -24,9 +24,13 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a tiny Qwen3 over printable characters."""
+    return make_base(tmp_path_factory.mktemp("base") / "qwen3")
+
+
+def make_base(folder: Path) -> Path:
+    """Write a checkpoint of a tiny Qwen3 over printable characters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    folder = tmp_path_factory.mktemp("base") / "qwen3"
     alphabet = "".join(map(chr, range(32, 127)))
     tokenizer = make_tokenizer(TokenizerRecipe(kind="characters", alphabet=alphabet, chat_template="chatml"))
     torch.manual_seed(0)

@@ -103,10 +103,10 @@ class Page:
                 raise AssertionError(f"the page opened a dialog: {message['params']}")
         return message
 
-    def open(self, file: Path) -> float:
-        """Load a file; the seconds until its scripts have run."""
+    def open(self, file: Path | str) -> float:
+        """Load a file or a URL; the seconds until its scripts have run."""
         started, seen = time.monotonic(), len(self.events)
-        self.ask("Page.navigate", url=file.resolve().as_uri())
+        self.ask("Page.navigate", url=file if isinstance(file, str) else file.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events[seen:]):
             self._next(TIMEOUT)
         return time.monotonic() - started
