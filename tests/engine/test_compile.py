@@ -45,7 +45,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
         {"layer_types": ["mamba", "mamba", "mamba", "attention"], "num_local_experts": 0},
         5,
     ),
-    "mixers and networks alone": ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "mlp"]}, 7),
+    "mixers and networks alone": (
+        "nemotron_h",
+        {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "moe_latent_size": None},
+        7,
+    ),
 }
 
 FAST = ("dense", "experts, sinks and windows")

@@ -34,7 +34,7 @@ def activations(layer: LayerSpec, tokens: int = TOKENS, layout: str = "d1") -> B
 FIRST = [(name, 0) for name in ("dense", "bias", "norms_both", "moe", "latent", "delta", "mamba")]
 
 
-@pytest.mark.parametrize(("name", "layer"), [*FIRST, *(("one_part", layer) for layer in range(4))])
+@pytest.mark.parametrize(("name", "layer"), [*FIRST, *(("one_part", layer) for layer in (1, 2, 3))])
 def test_a_dry_run_counts_what_the_formulas_count(name: str, layer: int) -> None:
     spec = args_of(name).layer_specs[layer]
     traced, formula = trace_block(DENSE["hidden_size"], spec, torch.bfloat16), activations(spec)

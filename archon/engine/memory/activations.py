@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import singledispatch
+from typing import Any
 
 import torch
 
@@ -182,9 +183,8 @@ def block_activations(
 
 def kinds_without_formula(layer: LayerSpec) -> list[str]:
     """Return the type names of a layer's mixer and feed-forward network that have no registered formula."""
-    kinds = [(layer.mixer, mixer_activations), (layer.feed_forward, feed_forward_activations)]
-    if isinstance(layer.feed_forward, NoFeedForward):
-        kinds[0] = (layer.mixer, mixer_working)
+    of_mixer: Any = mixer_working if isinstance(layer.feed_forward, NoFeedForward) else mixer_activations
+    kinds = ((layer.mixer, of_mixer), (layer.feed_forward, feed_forward_activations))
     return [type(kind).__name__ for kind, formulas in kinds if type(kind) not in formulas.registry]
 
 
@@ -382,7 +382,7 @@ def _mamba(mixer: MambaLayer, shard: MicroBatchShard, context_parallel: str) -> 
     states = -(-T * layout.cp // MAX_CHUNK) * H // layout.cp * mixer.state_dim * mixer.head_dim
     exchanged = [SavedTensor("exchanged x, B, C", T * channels * b)] if layout.cp > 1 else []
     # In a narrow dtype, the scan and the gate keep copies in float32 in place of their inputs.
-    activated = T * channels * wide
+    activated = T * (channels if b == wide else values) * wide
     return [
         SavedTensor("wx, wb, wc outputs [T, H P + 2 G N]", T * (values + vectors) * b, saved=False, is_op=True),
         SavedTensor("wz and wdt outputs [T, H P + H]", T * (values + H) * b, saved=b == wide, is_op=True),

@@ -242,7 +242,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "Nemotron-H's smallest step size is 0",
-        "models/nemotron_h.py",
+        "models/args/one_part.py",
         'extra | {"layer_types": kinds, "mamba_dt_limits": (low, float("inf"))}',
         'extra | {"layer_types": kinds, "mamba_dt_limits": (0 * low, float("inf"))}',
         (NEMOTRON_PARITY.format(2),),
@@ -264,14 +264,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a pattern of Nemotron-H takes networks for experts",
-        "models/nemotron_h.py",
+        "models/args/one_part.py",
         '"-": MLP, "E": MOE',
         '"-": MOE, "E": MLP',
         ("tests/models/test_nemotron_h.py::test_published_sizes_give_published_parameter_counts",),
     ),
     Mutant(
         "another epsilon next to Nemotron-H's is ignored",
-        "models/nemotron_h.py",
+        "models/args/one_part.py",
         "not in (None, eps):",
         "in (0,):",
         ("tests/models/test_nemotron_h.py::test_configs_that_archon_does_not_compute_are_refused",),
