@@ -70,15 +70,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "each batch has the losses of one model",
         "archon/serve/training/queues.py",
-        "                tokens, backward = tokens + task.n_tokens, task.loss.backward\n",
-        "                tokens, backward = tokens + BATCH_TOKENS, task.loss.backward\n",
+        "tokens, kind = tokens + task.n_tokens, task.kind\n",
+        "tokens, kind = tokens + BATCH_TOKENS, task.kind\n",
         ("tests/serve/training/test_queues.py::test_losses_of_several_models_become_one_batch",),
     ),
     Mutant(
         "a client with many models has a turn for each",
         "archon/serve/training/queues.py",
-        "(self._owner_turns.get(queue.owner, 0), queue.turn)",
-        "(queue.turn,)",
+        "self._owner_turns.get(queue.owner, 0), queue.turn",
+        "queue.turn",
         ("tests/serve/training/test_queues.py::test_clients_take_turns_and_models_keep_their_order",),
     ),
     Mutant(
