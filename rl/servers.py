@@ -9,6 +9,7 @@ from typing import Any
 
 from archon.checkpoint.hub import checkpoint_folder
 from archon.engine.engine import ArchonEngine
+from archon.models.lora.targets import EMBEDDING, HEAD
 from archon.parallel.control_plane import ControlPlane
 from archon.remote.config import PushConfig
 from archon.remote.connect import connect
@@ -73,8 +74,9 @@ def open_servers(
 
 
 def _pushes_lora(config: RLConfig, engine: ArchonEngine) -> bool:
-    """Return whether servers can load the trained LoRA; they load no DoRA and no saved modules, which are merged."""
+    """Return whether servers can load the trained LoRA; others get merged weights."""
     part = "DoRA" if any(size.dora for size in engine.lora.values()) else ""
+    part = "LoRA of embedding or head" if engine.lora.keys() & {EMBEDDING, HEAD} else part
     part = "modules_to_save" if engine.built.builder.saved_modules else part
     if part and config.rollout.push is not None and config.rollout.push.transport == "lora":
         raise ConfigError(

@@ -26,7 +26,7 @@ from archon.engine.optim import LRSchedule, SkippedSteps, build_optimizer, check
 from archon.engine.state import load_optimizer_state, optimizer_state
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import single_lora_names
-from archon.models.lora.targets import VISION_PREFIX, LoRASize
+from archon.models.lora.targets import EMBEDDING, HEAD, VISION_PREFIX, LoRASize
 from archon.parallel.compile import compile_enabled
 from archon.parallel.resolve import ResolvedLayout
 from archon.schema.config import EngineConfig, NamedLoRAConfig, OptimizerConfig, SchedulerConfig
@@ -151,6 +151,11 @@ def check_loras(
                 f"lora.loras.{name} has modules_to_save, and multi-LoRA shares all other weights; remove it, or train "
                 "this LoRA alone"
             )
+        if matrices.keys() & {EMBEDDING, HEAD}:
+            raise ConfigError(
+                f"lora.loras.{name}.targets names the embedding or the head, and multi-LoRA does not support them; "
+                "leave them out, or train this LoRA alone"
+            )
         if any(size.dora for size in matrices.values()):
             raise ConfigError(
                 f"lora.loras.{name} has DoRA, and multi-LoRA does not support it; set dora to false, or train this "
@@ -184,6 +189,8 @@ def _check_dropout(
             raise ConfigError(f"{has} multi-LoRA trains without dropout; set it to 0, or train this LoRA alone")
         if layout.compiled:
             raise ConfigError(f"{has} compiled blocks do not support dropout; set it to 0, or compile to false")
+        if HEAD in dropped:
+            raise ConfigError(f"{has} a LoRA of the head does not support dropout; set it to 0, or leave the head out")
         for matrix in dropped:
             if matrix.startswith(VISION_PREFIX) or len(adapter.native_shapes[matrix]) > 2:
                 kind = "the vision encoder" if matrix.startswith(VISION_PREFIX) else "experts"

@@ -26,6 +26,7 @@ from archon.models.layers.moe import GroupedExperts
 from archon.models.lora.layers import MultiLoRALayer
 from archon.models.lora.mapping import NO_LORA, LoRAMapping
 from archon.models.lora.model import is_lora, lora_parameter_names
+from archon.models.lora.targets import EMBEDDING, HEAD
 from archon.schema.errors import RolloutError, UnknownLoRAError
 
 
@@ -331,6 +332,11 @@ class LoRAManager:
             raise RolloutError("the generator serves a model in LoRA training; it cannot load another LoRA")
         parts = {}
         for matrix, size in weights.sizes.items():
+            if matrix in (EMBEDDING, HEAD):
+                raise RolloutError(
+                    f"the LoRA adapts {matrix!r}, and a generator that serves LoRAs by name does not support the "
+                    "embedding and the head; merge it with archon export --merge and serve the merged model"
+                )
             if size.dora:
                 raise RolloutError(
                     "the LoRA has DoRA magnitudes, and a generator that serves LoRAs by name does not support them; "

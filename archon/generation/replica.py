@@ -18,7 +18,6 @@ from archon.models.layers.head import LMHead
 from archon.models.layers.linear import Linear
 from archon.models.layers.matmul import has_onednn
 from archon.models.layers.moe import expert_biases
-from archon.models.layers.token_scores import apply_soft_cap
 from archon.models.lora.mapping import LoRAMapping
 from archon.models.lora.model import add_lora_like, fix_norms, is_lora
 from archon.parallel.gather import full_tensors
@@ -206,9 +205,7 @@ def _can_pack(module: nn.Module) -> bool:
 
 def _packed_linear(module: Any, product: Product, x: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
     out = product(x)
-    return (
-        apply_soft_cap(out, module.soft_cap) if isinstance(module, LMHead) else module.apply_lora(out, x, lora_mapping)
-    )
+    return module.finish_logits(out, x) if isinstance(module, LMHead) else module.apply_lora(out, x, lora_mapping)
 
 
 def _bytes(tensor: Tensor) -> int:

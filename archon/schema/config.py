@@ -314,7 +314,7 @@ class LoRASpec(StrictModel):
     targets: list[str] | str = Field(
         "all-linear",
         description="modules with LoRA: all-linear (experts too, but no routers, embedding or head), or module names "
-        "of the checkpoint, such as q_proj or layers.3.mlp.down_proj",
+        "of the checkpoint, such as q_proj, layers.3.mlp.down_proj, embed_tokens or lm_head",
     )
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(
         default_factory=dict,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from archon.models.layers.linear import Role
 from archon.models.layers.matmul import linear
 from archon.models.layers.token_scores import apply_soft_cap, token_scores, weighted_loss
+from archon.models.lora.layers import LoRALayer
 from archon.parallel.comm import Group, all_gather, local
 from archon.schema.errors import LayoutError
 
@@ -55,6 +57,7 @@ class LMHead(nn.Linear):
     Attributes:
         tied: the weight is the embedding's, or a copy of it in the last pipeline stage.
         soft_cap: bounds the logits to soft_cap * tanh(logits / soft_cap); None for no bound.
+        lora: the LoRA of the weight.
     """
 
     role: Role = "head"
@@ -63,6 +66,7 @@ class LMHead(nn.Linear):
     def __init__(self, dim: int, vocab_size: int, *, tied: bool = False, soft_cap: float | None = None) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.tied, self.soft_cap = tied, soft_cap
+        self.lora: LoRALayer | None = None
 
     def forward(  # type: ignore[override]
         self,
@@ -103,19 +107,31 @@ class LMHead(nn.Linear):
                 raise LayoutError(
                     "labels are None; under tensor parallelism full logits are never computed: pass labels"
                 )
-            return apply_soft_cap(linear(hidden, self.weight), self.soft_cap)
+            return self.finish_logits(linear(hidden, self.weight), hidden)
         if weights is not None and rows is None:
             labels = labels.masked_fill(weights == 0, IGNORE_INDEX)
         selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows, token_rows)
-        matrix, soft_cap, group = local(self.weight), self.soft_cap, self.tp
+        matrix = local(self.weight)
+        options: dict[str, Any] = {"soft_cap": self.soft_cap, "group": self.tp, "lora": self._lora_operands(hidden)}
         if weights is not None:
             weights = selected.select(weights)
-            loss, logprobs = weighted_loss(hidden, matrix, labels, weights, temperature, soft_cap=soft_cap, group=group)
+            loss, logprobs = weighted_loss(hidden, matrix, labels, weights, temperature, **options)
             return WeightedLoss(loss, selected.scatter(logprobs))
-        logprobs, entropies = token_scores(
-            hidden, matrix, labels, temperature, with_entropy=entropy, soft_cap=soft_cap, group=group
-        )
+        logprobs, entropies = token_scores(hidden, matrix, labels, temperature, with_entropy=entropy, **options)
         return TokenScores(selected.scatter(logprobs), None if entropies is None else selected.scatter(entropies))
+
+    def finish_logits(self, logits: Tensor, hidden: Tensor) -> Tensor:
+        """Return products [T, vocab] of hidden [T, dim] and the weight with the LoRA's term and the soft cap."""
+        if (lora := self._lora_operands(hidden)) is not None:
+            logits = torch.addmm(logits, lora[0], lora[1].t())
+        return apply_soft_cap(logits, self.soft_cap)
+
+    def _lora_operands(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return scale * hidden a^T [T, r] and this rank's rows of b [vocab, r], if the LoRA is enabled."""
+        if self.lora is None or not self.lora.enabled:
+            return None
+        a, b = self.lora.parts(hidden.dtype)
+        return linear(hidden, a) * self.lora.scale, b
 
     def _select_rows(
         self,

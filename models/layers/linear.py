@@ -135,20 +135,36 @@ def project(x: Tensor, layers: Sequence[Linear], lora_mapping: LoRAMapping | Non
 
 
 class Embedding(nn.Embedding):
-    """Token embedding [vocab, dim]. The row of `padding_idx` gets no gradient from lookups."""
+    """Token embedding [vocab, dim]. The row of `padding_idx` gets no gradient from lookups.
+
+    Attributes:
+        lora: its LoRA, with the matrices of a linear layer: a [r, dim], b [vocab, r], and W + scale * b a.
+    """
 
     role: Role = "embedding"
     tp: Group | None = None
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
+        self.lora: LoRALayer | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return [T, dim] for tokens int [T]; this rank's shard [T / tp, dim] under tensor parallelism."""
         weight, padding = local(self.weight), self.padding_idx
         if self.tp is None:
-            return F.embedding(tokens, weight, padding)
+            return self._look_up(tokens, weight, padding)
         rows = weight.shape[0]
         shifted = tokens - self.tp.rank * rows
         inside = (shifted >= 0) & (shifted < rows)
         if padding is not None:
             padding -= self.tp.rank * rows
-        out = F.embedding(torch.where(inside, shifted, 0), weight, padding if padding in range(rows) else None)
+        out = self._look_up(torch.where(inside, shifted, 0), weight, padding if padding in range(rows) else None)
         return reduce_scatter(torch.where(inside.unsqueeze(-1), out, 0), self.tp)
+
+    def _look_up(self, rows: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        """Return these rows of the weight, with the LoRA's term."""
+        out = F.embedding(rows, weight, padding)
+        if self.lora is None or not self.lora.enabled:
+            return out
+        a, b = self.lora.parts(out.dtype)
+        return torch.addmm(out, F.embedding(rows, b, padding), a, alpha=self.lora.scale)

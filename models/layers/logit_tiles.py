@@ -68,8 +68,31 @@ class RowScores(NamedTuple):
     entropy: Tensor | None
 
 
-Gradients = tuple[Tensor | None, Tensor | None]
-"""Gradients of hidden and weight; None if they are not needed."""
+Gradients = tuple[Tensor | None, ...]
+"""Gradients of the four `HeadOperands`; None if they are not needed."""
+Needs = tuple[bool, ...]
+"""Which gradients are needed."""
+
+
+class HeadOperands(NamedTuple):
+    """Operands of the logits hidden @ weight^T + low @ up^T, which a LoRA of the head adds the second term to.
+
+    Attributes:
+        hidden: [N, D].
+        weight: [V, D].
+        low: [N, r], hidden after the LoRA's a and scale; None without a LoRA.
+        up: [V, r], the LoRA's b; None without a LoRA.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    low: Tensor | None = None
+    up: Tensor | None = None
+
+    def in_dtypes(self, gradients: Gradients) -> Gradients:
+        """Return gradients in the dtypes of the operands."""
+        pairs = zip(gradients, self, strict=True)
+        return tuple(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)
 
 
 def _reduce_over_ranks(scores: RowScores, group: Group | None) -> RowScores:
@@ -86,13 +109,14 @@ def _reduce_over_ranks(scores: RowScores, group: Group | None) -> RowScores:
 
 
 class _Projection:
-    """Tiles of the scaled logits of hidden [N, D] and weight [V, D].
+    """Tiles of the scaled logits of the operands.
 
     Matmuls run in the dtype of `hidden`; softmax and sums in `wide`, at least float32.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, options: LogitOptions, *, full_rows: bool = False) -> None:
-        self.hidden, self.weight = hidden, weight
+    def __init__(self, operands: HeadOperands, options: LogitOptions, *, full_rows: bool = False) -> None:
+        self.hidden, self.weight, self.low, self.up = self.operands = operands
+        hidden, weight = self.hidden, self.weight
         self.inv_temperature, self.soft_cap, _ = options
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         vocab = weight.shape[0]
@@ -111,6 +135,8 @@ class _Projection:
         """Return one tile [r, c] in `wide`, a view of the shared buffer at `offset`."""
         tile = self.buffer[offset : offset + (r1 - r0) * (c1 - c0)].view(r1 - r0, c1 - c0)
         accumulate_matmul(tile, self.hidden[r0:r1], self.weight[c0:c1].t(), first=True)
+        if self.low is not None and self.up is not None:
+            accumulate_matmul(tile, self.low[r0:r1], self.up[c0:c1].t())
         scale = self.scale(r0, r1)
         if self.soft_cap is not None:
             return tile.div_(self.soft_cap).tanh_().mul_(self.soft_cap * scale)
@@ -126,32 +152,42 @@ class _Projection:
 
 
 class _Gradients:
-    """Gradients of hidden and weight, accumulated over tiles.
+    """Gradients of the operands, accumulated over tiles.
 
     Rows are scaled on the smaller operand of each matmul.
     """
 
-    def __init__(self, projection: _Projection, needs_hidden: bool, needs_weight: bool) -> None:
-        hidden, weight, wide = projection.hidden, projection.weight, projection.wide
-        self.projection = projection
-        self.hidden = hidden.new_empty(hidden.shape, dtype=wide) if needs_hidden else None
-        self.weight = weight.new_empty(weight.shape, dtype=wide) if needs_weight else None
-        if self.weight is not None and not hidden.shape[0]:
-            self.weight.zero_()
+    def __init__(self, projection: _Projection, needs: Needs) -> None:
+        hidden, weight, low, up = operands = projection.operands
+        self.projection, wide = projection, projection.wide
+        self.sums: Gradients = tuple(
+            x.new_empty(x.shape, dtype=wide) if x is not None and needed else None
+            for x, needed in zip(operands, needs, strict=True)
+        )
+        # (input, matrix, gradient of the input, gradient of the matrix) of each product in the logits.
+        self.products = [(hidden, weight, self.sums[0], self.sums[1])]
+        if low is not None and up is not None:
+            self.products.append((low, up, self.sums[2], self.sums[3]))
+        if not hidden.shape[0]:
+            for _, _, _, grad in self.products:
+                if grad is not None:
+                    grad.zero_()
 
-    def add(self, core: Tensor, factor: Tensor, scaled_hidden: Tensor, r0: int, r1: int, c0: int, c1: int) -> None:
-        """Add the contribution of one tile with gradient factor [r, 1] * core [r, c].
+    def scaled(self, factor: Tensor, r0: int, r1: int) -> list[Tensor]:
+        """Return factor [r, 1] times the rows of each product's input."""
+        return [(x[r0:r1] * factor).to(x.dtype) for x, *_ in self.products]
 
-        scaled_hidden [r, D] is factor * hidden.
-        """
+    def add(self, core: Tensor, factor: Tensor, scaled: list[Tensor], r0: int, r1: int, c0: int, c1: int) -> None:
+        """Add the contribution of one tile with gradient factor [r, 1] * core [r, c]; see `scaled`."""
         narrow = core.to(self.projection.hidden.dtype)
-        if self.hidden is not None:
-            out = self.hidden[r0:r1]
-            accumulate_matmul(out, narrow, self.projection.weight[c0:c1], first=c0 == 0)
-            if c1 == self.projection.weight.shape[0]:
-                out.mul_(factor)
-        if self.weight is not None:
-            accumulate_matmul(self.weight[c0:c1], narrow.t(), scaled_hidden, first=r0 == 0)
+        for (_, matrix, input_grad, matrix_grad), rows in zip(self.products, scaled, strict=True):
+            if input_grad is not None:
+                out = input_grad[r0:r1]
+                accumulate_matmul(out, narrow, matrix[c0:c1], first=c0 == 0)
+                if c1 == matrix.shape[0]:
+                    out.mul_(factor)
+            if matrix_grad is not None:
+                accumulate_matmul(matrix_grad[c0:c1], narrow.t(), rows, first=r0 == 0)
 
 
 class _RowSums:
@@ -205,17 +241,14 @@ class _TileLabels:
 
 
 class TorchTiles:
-    """Tiles of some rows and columns of the logits of hidden [N, D] and weight [V, D], by PyTorch operators.
+    """Tiles of some rows and columns of the logits, by PyTorch operators. The gradients have at least float32."""
 
-    The gradients have at least float32.
-    """
-
-    def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, options: LogitOptions) -> None:
-        self.hidden, self.weight, self.labels, self.options = hidden, weight, labels, options
+    def __init__(self, operands: HeadOperands, labels: Tensor, options: LogitOptions) -> None:
+        self.operands, self.hidden, self.labels, self.options = operands, operands.hidden, labels, options
 
     def scores(self, with_entropy: bool) -> RowScores:
         """Return the scores of all rows."""
-        projection = _Projection(self.hidden, self.weight, self.options)
+        projection = _Projection(self.operands, self.options)
         # A rank that does not hold a label's column adds 0 to its logit.
         rows = self.hidden.shape[0]
         lse, label_logits = (self.hidden.new_zeros((rows, 1), dtype=projection.wide) for _ in range(2))
@@ -233,15 +266,15 @@ class TorchTiles:
 
     def gradients(
         self,
-        needs: tuple[bool, bool],
+        needs: Needs,
         lse: Tensor,
         entropy: Tensor | None,
         logprob_grad: Tensor,
         entropy_grad: Tensor | None,
     ) -> Gradients:
-        """Return the gradients of hidden and weight for gradients of logprobs and entropies [N, 1]."""
-        projection = _Projection(self.hidden, self.weight, self.options)
-        gradients = _Gradients(projection, *needs)
+        """Return the gradients of the operands for gradients of logprobs and entropies [N, 1]."""
+        projection = _Projection(self.operands, self.options)
+        gradients = _Gradients(projection, needs)
         for r0, r1 in projection.row_spans:
             # The gradient is factor * core: core = p - [j = y] alone, or g p + g_H p (log p + H) - g [j = y].
             label_grad: Tensor | float = 1.0
@@ -251,7 +284,7 @@ class TorchTiles:
                 slope, label_grad = entropy_grad[r0:r1], logprob_grad[r0:r1]
                 constant = torch.addcmul(label_grad, slope, entropy[r0:r1])
                 factor = torch.full_like(factor, -1.0) * projection.scale(r0, r1)
-            scaled_hidden = (self.hidden[r0:r1] * factor).to(self.hidden.dtype)
+            scaled = gradients.scaled(factor, r0, r1)
             for c0, c1 in projection.column_spans:
                 tile = projection.logits(r0, r1, c0, c1)
                 cap_slope = None if projection.soft_cap is None else projection.slope(tile, r0, r1)
@@ -263,13 +296,13 @@ class TorchTiles:
                     torch.addcmul(constant, tile, slope, out=tile).mul_(p)
                 _TileLabels(self.labels[r0:r1], c0, c1).subtract(tile, label_grad)
                 tile = tile if cap_slope is None else tile.mul_(cap_slope)
-                gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
-        return gradients.hidden, gradients.weight
+                gradients.add(tile, factor, scaled, r0, r1, c0, c1)
+        return gradients.sums
 
-    def loss(self, needs: tuple[bool, bool], weights: Tensor) -> tuple[Tensor, Gradients]:
+    def loss(self, needs: Needs, weights: Tensor) -> tuple[Tensor, Gradients]:
         """Return logprobs [N, 1], and the gradients of the sum of -weights * logprobs, for weights [N, 1]."""
-        projection = _Projection(self.hidden, self.weight, self.options, full_rows=True)
-        gradients = _Gradients(projection, *needs)
+        projection = _Projection(self.operands, self.options, full_rows=True)
+        gradients = _Gradients(projection, needs)
         logprobs = self.hidden.new_empty((self.hidden.shape[0], 1), dtype=projection.wide)
         for r0, r1 in projection.row_spans:
             sums, tiles = _RowSums(r1 - r0, logprobs, False), []
@@ -285,7 +318,7 @@ class TorchTiles:
             lse, label_logits, _ = _reduce_over_ranks(RowScores(sums.lse(), label_logits, None), self.options.group)
             logprobs[r0:r1] = label_logits - lse
             factor = weights[r0:r1] * projection.scale(r0, r1)
-            scaled_hidden = (self.hidden[r0:r1] * factor).to(self.hidden.dtype)
+            scaled = gradients.scaled(factor, r0, r1)
             for (c0, c1), (tile, maximum, tile_labels) in zip(projection.column_spans, tiles, strict=True):
                 if projection.soft_cap is None:
                     tile_labels.subtract(tile.mul_((maximum - lse).exp_()))
@@ -293,22 +326,24 @@ class TorchTiles:
                     cap_slope = projection.slope(tile, r0, r1)
                     tile_labels.subtract(tile.sub_(lse).exp_())
                     tile.mul_(cap_slope)
-                gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
-        return logprobs, (gradients.hidden, gradients.weight)
+                gradients.add(tile, factor, scaled, r0, r1, c0, c1)
+        return logprobs, gradients.sums
 
 
 class KernelTiles:
-    """Tiles of full rows of the logits of hidden [N, D] and weight [V, D], on a GPU: matmuls and one kernel for each.
+    """Tiles of full rows of the logits, on a GPU: matmuls and one kernel for each.
 
     Logits and their gradients have the dtype of `hidden`. The gradient of hidden has it too, because one matmul sums
     over all columns. The gradient of the weight is summed over the tiles in float32.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, options: LogitOptions) -> None:
+    def __init__(self, operands: HeadOperands, labels: Tensor, options: LogitOptions) -> None:
         from archon.models.cuda import head
 
         self.kernels = head
-        self.hidden, self.weight, self.labels = hidden, weight, labels.contiguous()
+        self.hidden, self.weight, self.low, self.up = self.operands = operands
+        self.labels = labels.contiguous()
+        hidden, weight = self.hidden, self.weight
         self.inv_temperature, self.soft_cap, self.group = options
         rows, vocab = hidden.shape[0], weight.shape[0]
         step = kernel_rows(vocab, hidden.element_size(), _device_memory(hidden.device))
@@ -318,6 +353,8 @@ class KernelTiles:
     def _logits(self, tile: slice) -> tuple[Tensor, Tensor, float, Tensor | None, float | None]:
         """Return the first arguments of a kernel: matmul results [r, V] and labels [r] of a tile, and the options."""
         logits = torch.mm(self.hidden[tile], self.weight.t(), out=self.buffer[: tile.stop - tile.start])
+        if self.low is not None and self.up is not None:
+            logits.addmm_(self.low[tile], self.up.t())
         if isinstance(self.inv_temperature, Tensor):
             return logits, self.labels[tile], 1.0, self.inv_temperature[tile], self.soft_cap
         return logits, self.labels[tile], self.inv_temperature, None, self.soft_cap
@@ -326,20 +363,27 @@ class KernelTiles:
         lse, label_logits, entropy = self.hidden.new_empty((3, self.hidden.shape[0], 1), dtype=torch.float32)
         return RowScores(lse, label_logits, entropy if with_entropy else None)
 
-    def _new_gradients(self, needs: tuple[bool, bool]) -> Gradients:
-        hidden_grad = torch.empty_like(self.hidden) if needs[0] else None
-        weight_grad = self.weight.new_empty(self.weight.shape, dtype=torch.float32) if needs[1] else None
-        if weight_grad is not None and not self.tiles:
-            weight_grad.zero_()
-        return hidden_grad, weight_grad
+    def _new_gradients(self, needs: Needs) -> Gradients:
+        sums: list[Tensor | None] = [None] * len(self.operands)
+        for index, (operand, needed) in enumerate(zip(self.operands, needs, strict=True)):
+            is_matrix = index % 2 == 1
+            if operand is not None and needed:
+                sums[index] = torch.empty_like(operand, dtype=torch.float32 if is_matrix else operand.dtype)
+                if is_matrix and not self.tiles:
+                    sums[index].zero_()  # type: ignore[union-attr]
+        return tuple(sums)
 
     def _accumulate(self, sums: Gradients, grad: Tensor, tile: slice) -> None:
         """Add the contribution of a tile from the gradient of its matmul results, grad [r, V]."""
-        hidden_grad, weight_grad = sums
-        if hidden_grad is not None:
-            torch.mm(grad, self.weight, out=hidden_grad[tile])
-        if weight_grad is not None:
-            accumulate_matmul(weight_grad, grad.t(), self.hidden[tile], first=tile.start == 0)
+        for index in (0, 2):
+            rows, matrix = self.operands[index], self.operands[index + 1]
+            input_grad, matrix_grad = sums[index], sums[index + 1]
+            if rows is None or matrix is None:
+                continue
+            if input_grad is not None:
+                torch.mm(grad, matrix, out=input_grad[tile])
+            if matrix_grad is not None:
+                accumulate_matmul(matrix_grad, grad.t(), rows[tile], first=tile.start == 0)
 
     def scores(self, with_entropy: bool) -> RowScores:
         """Return the scores of all rows."""
@@ -350,13 +394,13 @@ class KernelTiles:
 
     def gradients(
         self,
-        needs: tuple[bool, bool],
+        needs: Needs,
         lse: Tensor,
         entropy: Tensor | None,
         logprob_grad: Tensor,
         entropy_grad: Tensor | None,
     ) -> Gradients:
-        """Return the gradients of hidden and weight for gradients of logprobs and entropies [N, 1]."""
+        """Return the gradients of the operands for gradients of logprobs and entropies [N, 1]."""
         logprob_grad = logprob_grad.contiguous()
         entropy_grad = None if entropy_grad is None else entropy_grad.contiguous()
         sums = self._new_gradients(needs)
@@ -367,7 +411,7 @@ class KernelTiles:
             self._accumulate(sums, logits, tile)
         return sums
 
-    def loss(self, needs: tuple[bool, bool], weights: Tensor) -> tuple[Tensor, Gradients]:
+    def loss(self, needs: Needs, weights: Tensor) -> tuple[Tensor, Gradients]:
         """Return logprobs [N, 1], and the gradients of the sum of -weights * logprobs, for weights [N, 1]."""
         logprob_grad = -weights
         (lse, label_logits, _), sums = self._new_scores(False), self._new_gradients(needs)
@@ -392,10 +436,11 @@ def _device_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def logit_tiles(hidden: Tensor, weight: Tensor, labels: Tensor, options: LogitOptions) -> TorchTiles | KernelTiles:
-    """Return the tiles of hidden [N, D] and weight [V, D] for their device and dtype.
+def logit_tiles(operands: HeadOperands, labels: Tensor, options: LogitOptions) -> TorchTiles | KernelTiles:
+    """Return the tiles of the logits for the device and dtype of the operands.
 
     Labels are int64 [N] and relative to the first row of `weight`; labels outside 0 .. V - 1 belong to other ranks.
     """
+    hidden = operands.hidden
     has_kernels = hidden.is_cuda and hidden.dtype in KERNEL_DTYPES
-    return (KernelTiles if has_kernels else TorchTiles)(hidden, weight, labels, options)
+    return (KernelTiles if has_kernels else TorchTiles)(operands, labels, options)

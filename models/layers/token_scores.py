@@ -26,18 +26,26 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from archon.models.layers.logit_tiles import Gradients, LogitOptions, logit_tiles
+from archon.models.layers.logit_tiles import HeadOperands, LogitOptions, logit_tiles
 from archon.parallel.comm import Group
 
 
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: LogitOptions, with_entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        low: Tensor | None,
+        up: Tensor | None,
+        labels: Tensor,
+        options: LogitOptions,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        lse, label_logits, entropy = logit_tiles(hidden, weight, labels, options).scores(with_entropy)
+        operands = HeadOperands(hidden, weight, low, up)
+        lse, label_logits, entropy = logit_tiles(operands, labels, options).scores(with_entropy)
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, labels, lse, entropy)
+        ctx.save_for_backward(*operands, labels, lse, entropy)
         # An unused entropy keeps gradient None, so the cheaper backward of logprobs alone runs.
         ctx.set_materialize_grads(False)
         return (label_logits - lse).squeeze(1), None if entropy is None else entropy.squeeze(1)
@@ -45,13 +53,14 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, logprob_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, lse, entropy = ctx.saved_tensors
+        *parts, labels, lse, entropy = ctx.saved_tensors
+        operands = HeadOperands(*parts)
         logprob_grad = torch.zeros_like(lse) if logprob_grad is None else logprob_grad.unsqueeze(1)
         entropy_grad = None if entropy_grad is None else entropy_grad.unsqueeze(1)
-        gradients = logit_tiles(hidden, weight, labels, ctx.options).gradients(
-            ctx.needs_input_grad[:2], lse, entropy, logprob_grad, entropy_grad
+        gradients = logit_tiles(operands, labels, ctx.options).gradients(
+            ctx.needs_input_grad[:4], lse, entropy, logprob_grad, entropy_grad
         )
-        return *_in_dtypes(gradients, hidden, weight), None, None, None
+        return *operands.in_dtypes(gradients), None, None, None
 
 
 class _WeightedLoss(torch.autograd.Function):
@@ -62,12 +71,20 @@ class _WeightedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, options: LogitOptions
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        low: Tensor | None,
+        up: Tensor | None,
+        labels: Tensor,
+        weights: Tensor,
+        options: LogitOptions,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, gradients = logit_tiles(hidden, weight, labels, options).loss(
-            ctx.needs_input_grad[:2], weights.unsqueeze(1)
+        operands = HeadOperands(hidden, weight, low, up)
+        logprobs, gradients = logit_tiles(operands, labels, options).loss(
+            ctx.needs_input_grad[:4], weights.unsqueeze(1)
         )
-        ctx.gradients = _in_dtypes(gradients, hidden, weight)
+        ctx.gradients = operands.in_dtypes(gradients)
         logprobs = logprobs.squeeze(1)
         ctx.mark_non_differentiable(logprobs)
         return -(logprobs * weights).sum(), logprobs
@@ -92,6 +109,7 @@ def token_scores(
     with_entropy: bool = True,
     soft_cap: float | None = None,
     group: Group | None = None,
+    lora: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log p(label) [N] and the entropy [N] in nats (or None), differentiable in hidden and weight.
 
@@ -104,9 +122,12 @@ def token_scores(
         soft_cap: bounds the logits before the temperature divides them; None for no bound.
         group: ranks with equal shards of the vocabulary's rows, in order; `weight` is this rank's shard. All ranks pass
             the same rows and labels and get the same scores; the gradient of hidden must be summed over them.
+        lora: [N, r] and [V, r], whose product is added to the logits; differentiable, and sharded like hidden and
+            weight.
     """
     options = LogitOptions(_inverse(temperature, hidden), soft_cap, group)
-    return _TokenScores.apply(hidden, weight, _local_labels(labels, weight, group), options, with_entropy)
+    low, up = (None, None) if lora is None else lora
+    return _TokenScores.apply(hidden, weight, low, up, _local_labels(labels, weight, group), options, with_entropy)
 
 
 def weighted_loss(
@@ -118,6 +139,7 @@ def weighted_loss(
     *,
     soft_cap: float | None = None,
     group: Group | None = None,
+    lora: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of -weights * log p(label), differentiable, and constant logprobs [N].
 
@@ -127,11 +149,12 @@ def weighted_loss(
     weights = weights.detach().to(torch.promote_types(hidden.dtype, torch.float32))
     if not torch.is_grad_enabled():
         logprobs, _ = token_scores(
-            hidden, weight, labels, temperature, with_entropy=False, soft_cap=soft_cap, group=group
+            hidden, weight, labels, temperature, with_entropy=False, soft_cap=soft_cap, group=group, lora=lora
         )
         return -(logprobs * weights).sum(), logprobs
     options = LogitOptions(_inverse(temperature, hidden), soft_cap, group)
-    return _WeightedLoss.apply(hidden, weight, _local_labels(labels, weight, group), weights, options)
+    low, up = (None, None) if lora is None else lora
+    return _WeightedLoss.apply(hidden, weight, low, up, _local_labels(labels, weight, group), weights, options)
 
 
 def apply_soft_cap(logits: Tensor, soft_cap: float | None) -> Tensor:
@@ -149,12 +172,3 @@ def _inverse(temperature: Tensor | float, hidden: Tensor) -> Tensor | float:
         return 1.0 / float(temperature)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return temperature.detach().to(hidden.device, wide).reciprocal().unsqueeze(1)
-
-
-def _in_dtypes(gradients: Gradients, hidden: Tensor, weight: Tensor) -> Gradients:
-    """Return the gradients of hidden and weight in their dtypes. The memory of the tiles is free by then."""
-    hidden_grad, weight_grad = gradients
-    return (
-        None if hidden_grad is None else hidden_grad.to(hidden.dtype),
-        None if weight_grad is None else weight_grad.to(weight.dtype),
-    )

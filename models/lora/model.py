@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from archon.models.layers.linear import Embedding
 from archon.models.layers.moe import GroupedExperts
 from archon.models.lora.dora import row_norms, scale_rows
 from archon.models.lora.dropout import LoRADropout, hash_text
@@ -54,10 +55,11 @@ def add_lora(model: nn.Module, sizes: Mapping[str, LoRASize], dtype: torch.dtype
             module.lora = module.lora or nn.ModuleDict()
             module.lora[matrix] = _with_name(dict(module.lora).get(matrix), lora, lora_name)
         else:
-            lora = LoRALayer(module.in_features, module.out_features, size.rank, size.scale, dora=size.dora).to(dtype)
+            out_features, in_features = module.weight.shape
+            lora = LoRALayer(in_features, out_features, size.rank, size.scale, dora=size.dora).to(dtype)
             if lora.magnitude is not None:
                 lora.magnitude.to(torch.promote_types(dtype, torch.float32))
-            if size.dropout:
+            if size.dropout and not isinstance(module, Embedding):  # a lookup has no input features, as in PEFT
                 lora.dropout = LoRADropout(size.dropout, hash_text(name))
             module.lora = _with_name(module.lora, lora, lora_name)
 
@@ -115,8 +117,11 @@ def initializers(
     """Yield the initializers of a LoRA's parameters, as in PEFT; see `LoRASpec.init`."""
     for prefix, module in model.named_modules():
         if isinstance(module, LoRALayer) and (lora_name is None or prefix.endswith(f".{lora_name}")):
-            normal = partial(nn.init.normal_, std=1 / module.a.shape[-2])
-            yield f"{prefix}.a", normal if kind == "gaussian" else _uniform
+            if prefix.startswith("tok_embeddings."):
+                yield f"{prefix}.a", nn.init.normal_
+            else:
+                normal = partial(nn.init.normal_, std=1 / module.a.shape[-2])
+                yield f"{prefix}.a", normal if kind == "gaussian" else _uniform
             yield f"{prefix}.b", _uniform if kind == "random" else nn.init.zeros_
 
 

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from archon.models.hf.state_dict import BaseStateDictAdapter
-from archon.models.layers.linear import Linear
+from archon.models.layers.head import LMHead
+from archon.models.layers.linear import Embedding, Linear
 from archon.models.layers.moe import GroupedExperts
 from archon.schema.config import LoRASpec
 from archon.schema.errors import ConfigError
 from archon.schema.name_patterns import NamePatterns, name_suffixes
 
 LORA_ROLES = ("column", "row", "latent", "vision")
-"""Roles of the linear layers that support LoRA: not routers, embeddings and heads."""
+"""Roles of the linear layers that support LoRA: not routers; embedding and head only if a target names them."""
+EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
+"""Native names of the embedding and of the language-model head."""
 VISION_PREFIX = "visual."
 """Prefix of the vision encoder's native names; its matrices get a LoRA only if a target names them."""
 EXPERT_MATRICES = ("w1", "w2", "w3")
@@ -58,9 +61,11 @@ def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[
     }
     targets = [config.targets] if isinstance(config.targets, str) else config.targets
     everything = targets == ["all-linear"]
-    selected = {name for name in modules if everything and not name.startswith(VISION_PREFIX)}
+    selected = {name for name in modules if everything and not name.startswith((VISION_PREFIX, EMBEDDING, HEAD))}
     for target in [] if everything else targets:
         named = {name for name, spellings in modules.items() if _matches(target, spellings)}
+        if not named and adapter.is_tied and target in name_suffixes(tied := _tied_head(adapter)):
+            require_untied(adapter, tied)
         if not named:
             known = {module for spellings in modules.values() for names in spellings for module in names}
             leaves = sorted({module.rpartition(".")[2] for module in known})
@@ -69,6 +74,8 @@ def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[
                 f"names of {', '.join(leaves)}"
             )
         selected |= named
+    if EMBEDDING in selected:
+        require_untied(adapter, modules[EMBEDDING][0][0])
     ranks, alphas = NamePatterns(config.rank_pattern), NamePatterns(config.alpha_pattern)
     sizes = {
         name: LoRASize(
@@ -86,6 +93,11 @@ def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[
                 f"lora: {modules[name][0][0]!r} has rank {size.rank}, more than its matrix has rows and columns, "
                 f"{adapter.native_shapes[name][-2:]}; choose a smaller rank, or set one by rank_pattern"
             )
+        if size.dora and name in (EMBEDDING, HEAD):
+            raise ConfigError(
+                f"lora.dora is true, and {modules[name][0][0]!r} is the embedding or the head, whose DoRA is not "
+                "supported; leave it out of targets, or set dora to false"
+            )
         if size.dora and len(adapter.native_shapes[name]) > 2:
             raise ConfigError(
                 f"lora.dora is true, and {modules[name][0][0]!r} is an expert; DoRA of experts is not supported, as in "
@@ -94,11 +106,27 @@ def resolve_lora_sizes(adapter: BaseStateDictAdapter, config: LoRASpec) -> dict[
     return sizes
 
 
+def _tied_head(adapter: BaseStateDictAdapter) -> str:
+    return adapter.in_memory.to_hf_map[HEAD].removesuffix(".weight")
+
+
+def require_untied(adapter: BaseStateDictAdapter, name: str) -> None:
+    """Raise ConfigError for a LoRA of the embedding if it is also the head."""
+    if adapter.is_tied:
+        raise ConfigError(
+            f"lora: {name!r} is the embedding or the head, which this model ties, so a LoRA of one of them cannot be "
+            "merged; leave it out of targets, or train both whole by modules_to_save"
+        )
+
+
 def lora_matrices(adapter: BaseStateDictAdapter) -> list[str]:
     """Return the native names of the matrices that support LoRA, in the model's order."""
     names = []
     for prefix, module in adapter.meta_model.named_modules():
-        if isinstance(module, Linear) and module.role in LORA_ROLES:
+        if isinstance(module, Embedding | LMHead):
+            if f"{prefix}.weight" in adapter.native_shapes:  # without a tied head
+                names.append(f"{prefix}.weight")
+        elif isinstance(module, Linear) and module.role in LORA_ROLES:
             names.append(f"{prefix}.weight")
         elif isinstance(module, GroupedExperts):
             names += [f"{prefix}.{matrix}" for matrix in EXPERT_MATRICES if getattr(module, matrix) is not None]

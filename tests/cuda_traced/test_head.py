@@ -11,7 +11,7 @@ from torch import Tensor
 
 from archon.models.layers import logit_tiles
 from archon.models.layers.head import LMHead
-from archon.models.layers.logit_tiles import KernelTiles, LogitOptions
+from archon.models.layers.logit_tiles import HeadOperands, KernelTiles, LogitOptions
 from tests.cuda_traced.trace import CUDA, cuda_trace
 
 pytestmark = pytest.mark.cuda_traced
@@ -38,9 +38,9 @@ def scores(head: LMHead, hidden: Tensor, labels: Tensor) -> None:
 def gradients_of_scores(head: LMHead, hidden: Tensor, labels: Tensor) -> None:
     """Without autograd: a backward pass needs a device."""
     inv_temperature = torch.ones(len(labels), 1, device=CUDA)
-    tiles = KernelTiles(hidden, head.weight, labels, LogitOptions(inv_temperature, 30.0, None))
+    tiles = KernelTiles(HeadOperands(hidden, head.weight), labels, LogitOptions(inv_temperature, 30.0, None))
     with torch.no_grad():
-        tiles.gradients((True, True), *torch.ones(4, len(labels), 1, device=CUDA))
+        tiles.gradients((True, True, False, False), *torch.ones(4, len(labels), 1, device=CUDA))
 
 
 def launches(run: Callable[..., None], rows: int, dtype: torch.dtype) -> Counter[str]:

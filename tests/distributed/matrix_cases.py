@@ -433,6 +433,8 @@ SAVED = {
     "lora": {**LORA["lora"], "targets": ["q_proj", "o_proj"], "modules_to_save": ["norm", "lm_head", "embed_tokens"]}
 }
 SAVED_MATRICES = {"lora": {**LORA["lora"], "targets": ["q_proj"], "modules_to_save": ["k_proj", "o_proj", "down_proj"]}}
+# Lookups and logits with a LoRA, whose rows are split by the vocabulary.
+OUTER = {"lora": {**LORA["lora"], "targets": ["q_proj", "o_proj", "embed_tokens", "lm_head"]}}
 # The base has bfloat16's values, from a checkpoint in it, and the adapters have all digits.
 NARROW_BASE = {"base": "bfloat16"}
 LORA_CASES: tuple[Case, ...] = (
@@ -485,6 +487,17 @@ LORA_CASES: tuple[Case, ...] = (
     _pipeline("p2t2", "interleaved_1f1b", "dense", activation_checkpoint=FULL, **SAVED),
     _case("r2d2", "dense", compile=True, **SAVED),
     _case("d2e2", "moe", **SAVED),
+    _case("d2", "dense", **OUTER),
+    _case("d2", "dense", gradient_reduction="per_microbatch", loss="fused", **OUTER, **NARROW_BASE),
+    _case("t2", "dense", "a LoRA of a vocabulary split over ranks", **OUTER),
+    _case("t2", "dense", "a LoRA of a vocabulary split over ranks", loss="fused", **OUTER),
+    _case("t4", "biased", "a padding token of another rank", **OUTER),
+    _case("c2", "dense", context_parallel="allgather", **OUTER),
+    _case("c2t2", "dense", context_parallel="ulysses", **OUTER),
+    _pipeline("p2", "1f1b", "dense", "a LoRA of the embedding on the first stage", **OUTER),
+    _pipeline("p2t2", "interleaved_1f1b", "dense", activation_checkpoint=FULL, **OUTER),
+    _case("r2d2", "dense", compile=True, **OUTER),
+    _case("d2e2", "moe", **OUTER),
 )
 
 # Several adapters in one batch, of different ranks, scales, targets and learning rates. A data-parallel rank has no

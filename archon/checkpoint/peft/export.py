@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 
 from archon.checkpoint.hf_io import checkpoint_digest, load_spec
+from archon.checkpoint.hf_reader import HFCheckpoint
 from archon.checkpoint.hub import CONFIG_FILES, checkpoint_folder, model_folder
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest
 from archon.checkpoint.peft.config import CONFIG_FILE
-from archon.checkpoint.peft.reader import read_lora_tensors, read_peft_config, read_saved_tensors, read_sizes
+from archon.checkpoint.peft.reader import (
+    read_base_layers,
+    read_lora_tensors,
+    read_peft_config,
+    read_saved_tensors,
+    read_sizes,
+    require_base_layer,
+)
 from archon.checkpoint.peft.writer import ExpertFiles, save_lora
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
 from archon.checkpoint.tokenizer import saved_tokenizer
@@ -33,12 +41,14 @@ class LoRAWeights:
     Attributes:
         stop_ids: ids that end an answer; None for the stop ids of the base model.
         modules: whole tensors of saved modules by native name, which replace those of the base.
+        base_layers: the base's embedding and head, if the folder has them; merging checks them.
     """
 
     sizes: Mapping[str, LoRASize]
     tensors: Mapping[str, Tensor]
     stop_ids: tuple[int, ...] | None = None
     modules: Mapping[str, Tensor] = field(default_factory=dict)
+    base_layers: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -90,7 +100,8 @@ def read_lora_weights(
         if lora_name is not None:
             raise ConfigError(f"{os.fspath(path)}: it holds one LoRA without a name; leave out {lora_name!r}")
         sizes = read_sizes(path, adapter)
-        return LoRAWeights(sizes, read_lora_tensors(path, adapter, sizes), modules=read_saved_tensors(path, adapter))
+        tensors, modules = read_lora_tensors(path, adapter, sizes), read_saved_tensors(path, adapter)
+        return LoRAWeights(sizes, tensors, modules=modules, base_layers=read_base_layers(path, adapter))
     folder = find_checkpoint(path) or find_checkpoint(Path(path) / "checkpoints")
     if folder is None:
         fail(path, f"it holds no LoRA: neither {CONFIG_FILE} nor a training checkpoint")
@@ -135,6 +146,12 @@ def export_lora(
     require_separate(target, [path, base])
     adapter = load_spec(base).adapter
     lora = read_lora_weights(path, adapter, base, lora_name)
+    if lora.base_layers:
+        with HFCheckpoint(base) as checkpoint:
+            stored = checkpoint.tensors(adapter)
+            for name, tensor in lora.base_layers.items():
+                weight = stored[adapter.hf_names(name)[0]].lazy(tensor.dtype, transposed=False)
+                require_base_layer(path, name, tensor, weight.read())
     tokenizer = saved_tokenizer(path) or base
     dropout = read_peft_config(path).dropout if is_peft_folder(path) else next(iter(lora.sizes.values())).dropout
     options: dict[str, Any] = {"base": str(base), "experts": experts, "tokenizer": tokenizer, "dropout": dropout}
@@ -155,6 +172,8 @@ def _merged(name: str, weight: LazyTensor, lora: LoRAWeights, dtype: torch.dtype
             return lora.modules[name][region].to(dtype)
         if name not in lora.sizes:
             return weight.read(region).to(dtype)
+        if name in lora.base_layers:
+            require_base_layer("the LoRA", name, lora.base_layers[name][region], weight.read(region))
         a, b = (lora.tensors[part] for part in lora_parameter_names(name))
         *experts, rows, columns = region
         if lora.sizes[name].dora:  # the norms are of whole rows

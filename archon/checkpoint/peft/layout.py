@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
+from archon.models.lora.targets import EMBEDDING
 from archon.schema.errors import ConfigError
 
 PREFIX = "base_model.model."
+BASE_LAYER = ".base_layer.weight"
+"""Suffix of the base's embedding and head, which PEFT stores next to their LoRA."""
 TEXT_MODEL = ".language_model."
 """Part of the text decoder's names in a vision-language model; names of a plain text decoder lack it."""
 Pair = tuple[Tensor, Tensor]
@@ -38,6 +41,7 @@ class PeftTensor:
         out_features: output size, per expert.
         in_features: input size, per expert.
         transposed: whether the parameter has shape [E, in, out] instead of [E, out, in].
+        is_embedding: whether it is the token embedding, whose A [r, vocab] is looked up.
     """
 
     name: str
@@ -46,6 +50,7 @@ class PeftTensor:
     out_features: int
     in_features: int
     transposed: bool
+    is_embedding: bool = False
 
     @property
     def module(self) -> str:
@@ -60,7 +65,8 @@ class PeftTensor:
     def shapes(self, rank: int, *, is_reversed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the shapes of A and B in PEFT's file."""
         rows = rank * (self.experts or 1)
-        a_size, b_size = (self.out_features, self.in_features) if is_reversed else (self.in_features, self.out_features)
+        swapped = is_reversed or self.is_embedding
+        a_size, b_size = (self.out_features, self.in_features) if swapped else (self.in_features, self.out_features)
         return (rows, a_size), (b_size, rows)
 
     def fuse(self, parts: Sequence[Pair | None]) -> tuple[Pair, bool]:
@@ -111,10 +117,14 @@ class PeftTensor:
     def to_file(self, pair: Pair) -> Pair:
         """Convert A and B to the file layout of the newest PEFT versions."""
         a, b = pair
+        if self.is_embedding:
+            return b.t().contiguous(), a.t().contiguous()
         return pair if self.experts is None else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1, 2))
 
     def from_file(self, pair: Pair, *, is_reversed: bool) -> Pair:
         """Convert A and B from the file layout of any PEFT version."""
+        if self.is_embedding:
+            return pair[1].t(), pair[0].t()
         if self.experts is None:
             return pair
         a = pair[0].unflatten(0, (self.experts, -1))
@@ -166,7 +176,10 @@ def peft_tensors(adapter: BaseStateDictAdapter, matrices: Iterable[str]) -> dict
                 )
             out_features, in_features = shape[-1:-3:-1] if first.is_transposed else shape[-2:]
             experts = shape[0] if len(shape) == 3 else None
-            tensors[name] = PeftTensor(name, targets, experts, out_features, in_features, first.is_transposed)
+            is_embedding = matrix == EMBEDDING
+            tensors[name] = PeftTensor(
+                name, targets, experts, out_features, in_features, first.is_transposed, is_embedding
+            )
     return tensors
 
 
@@ -176,13 +189,17 @@ def key_pairs(tensors: Iterable[PeftTensor]) -> dict[str, tuple[str, str]]:
     PEFT wraps a module once per adapted parameter, in order; the last parameter has the plain name.
     """
     by_module: dict[str, list[str]] = {}
+    embeddings = set[str]()
     for tensor in tensors:
+        if tensor.is_embedding:
+            embeddings.add(tensor.name)
         by_module.setdefault(tensor.module, []).append(tensor.name)
     keys = {}
     for module, names in by_module.items():
         for inner, name in enumerate(reversed(names)):
             prefix = PREFIX + module + ".base_layer" * inner
-            keys[name] = f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
+            kind, end = ("lora_embedding", "") if name in embeddings else ("lora", ".weight")
+            keys[name] = f"{prefix}.{kind}_A{end}", f"{prefix}.{kind}_B{end}"
     return keys
 
 

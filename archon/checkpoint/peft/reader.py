@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from archon.checkpoint.hub import model_folder
 from archon.checkpoint.peft.config import CONFIG_FILE, PeftConfig, read_config
 from archon.checkpoint.peft.layout import (
+    BASE_LAYER,
     PREFIX,
     TEXT_MODEL,
     Pair,
@@ -30,7 +31,7 @@ from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.lora.model import lora_parameter_names, magnitude_name, single_lora_names
 from archon.models.lora.saved_modules import VALUE_HEAD, resolve_saved_modules, tied_keys, whole_adapter
-from archon.models.lora.targets import VISION_PREFIX, LoRASize, lora_matrices
+from archon.models.lora.targets import EMBEDDING, HEAD, VISION_PREFIX, LoRASize, lora_matrices, require_untied
 from archon.parallel.fsdp import local_region, local_tensor
 from archon.schema.errors import ConfigError
 from archon.schema.name_patterns import name_suffixes
@@ -114,13 +115,14 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
     if not any(TEXT_MODEL in key for key in file.entries):  # the LoRA of a plain text decoder
         known = [tensor.in_text_model for tensor in known]
         linear = [tensor.in_text_model for tensor in linear if not tensor.parts[0].name.startswith(VISION_PREFIX)]
-    required = {tensor.name for tensor in linear if config.names(tensor.name)}
+    excluded = (EMBEDDING, HEAD) if config.all_linear else ()
+    required = {x.name for x in linear if config.names(x.name) and x.parts[0].name not in excluded}
     modules = [tensor for tensor in known if tensor.experts is None]
     stacks = [tensor for tensor in known if tensor.experts is not None and config.is_parameter(tensor.name)]
     keys = key_pairs([*modules, *stacks])
     expected = {key for pair in keys.values() for key in pair}
     magnitudes = {magnitude_key(tensor): tensor for tensor in modules if config.dora}
-    saved = _saved_keys(config, file, adapter)
+    saved = _saved_keys(config, file, adapter).keys() | _base_layers(file, adapter).keys()
     for key, entry in file.entries.items():
         if key in saved:
             continue
@@ -151,13 +153,8 @@ def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAda
                 f"it has no LoRA of {tensor.name!r}, which target_modules of {CONFIG_FILE} names; is the file "
                 "incomplete, or the LoRA of another model?",
             )
-        if not missing and config.dora and tensor.experts is not None:
-            fail(
-                file.path, f"use_dora of {CONFIG_FILE} is true, and {tensor.name!r} stacks experts, which have no DoRA"
-            )
-        if not missing and config.dora and magnitude_key(tensor) not in file.entries:
-            fail(file.path, f"key {magnitude_key(tensor)!r} is missing, and use_dora of {CONFIG_FILE} is true")
         if not missing:
+            _require_supported(config, file, adapter, tensor)
             stored.append(_stored_tensor(config, file, tensor, keys[tensor.name], parts.get(tensor.name)))
     return stored
 
@@ -199,6 +196,40 @@ def _saved_keys(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDic
     return saved
 
 
+def _base_layers(file: SafetensorsFile, adapter: BaseStateDictAdapter) -> dict[str, str]:
+    """Return the native name of the base's embedding and head in a file, by key; PEFT stores them next to a LoRA."""
+    names = {f"{PREFIX}{adapter.in_memory.hf_names(x)[0]}": x for x in (EMBEDDING, HEAD) if x in adapter.native_shapes}
+    names |= {name.replace(TEXT_MODEL, ".", 1): native for name, native in names.items()}
+    keys = {name.removesuffix(".weight") + BASE_LAYER: native for name, native in names.items()}
+    found = {key: native for key, native in keys.items() if key in file.entries}
+    for key, native in found.items():
+        entry = file.entries[key]
+        if not entry.dtype.is_floating_point or entry.shape != adapter.native_shapes[native]:
+            fail(
+                file.path,
+                f"key {key!r} is {entry.dtype} {entry.shape}; expected {adapter.native_shapes[native]} floating-point "
+                "numbers: a resized vocabulary needs a resized base",
+            )
+    return found
+
+
+def read_base_layers(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> dict[str, Tensor]:
+    """Return the base's embedding and head in a folder by native name, for `require_base_layer`."""
+    with _open(path) as (_, file):
+        return {native: _read(file, key) for key, native in _base_layers(file, adapter).items()}
+
+
+def require_base_layer(path: Any, name: str, stored: Tensor, weight: Tensor) -> None:
+    """Raise CheckpointError if a stored weight differs from the base's, in the narrower dtype of the two."""
+    narrow = min(stored.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+    if not torch.equal(stored.to(weight.device, narrow), weight.to(narrow)):
+        fail(
+            path,
+            f"its copy of the base's {name!r} differs from the base; write the changed base with PEFT's "
+            "get_base_model().save_pretrained, and use it as the base",
+        )
+
+
 def read_saved_modules(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> tuple[str, ...]:
     """Return the native names of the parameters that a folder stores whole, after checking their keys and shapes."""
     with _open(path) as (config, file):
@@ -223,6 +254,24 @@ def read_saved_tensors(path: str | os.PathLike[str], adapter: BaseStateDictAdapt
         for key, tensor in tensors.items()
         for target in whole_adapter(adapter).hf_to_native(key)
     }
+
+
+def _require_supported(
+    config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAdapter, tensor: PeftTensor
+) -> None:
+    """Fail for DoRA without support or magnitudes, and for a LoRA of a tied embedding."""
+    is_outer = tensor.parts[0].name in (EMBEDDING, HEAD)
+    if config.dora and tensor.experts is not None:
+        fail(file.path, f"use_dora of {CONFIG_FILE} is true, and {tensor.name!r} stacks experts, which have no DoRA")
+    if config.dora and is_outer:
+        fail(file.path, f"use_dora of {CONFIG_FILE} is true, and DoRA of {tensor.name!r} is not supported")
+    if config.dora and magnitude_key(tensor) not in file.entries:
+        fail(file.path, f"key {magnitude_key(tensor)!r} is missing, and use_dora of {CONFIG_FILE} is true")
+    try:
+        if is_outer:
+            require_untied(adapter, tensor.name)
+    except ConfigError as error:
+        fail(file.path, str(error))
 
 
 def _require_parameters(config: PeftConfig, tensors: Iterable[PeftTensor]) -> None:
@@ -398,6 +447,10 @@ def load_lora(
         sources |= {name: name for name in modules}
         if adapter.is_tied and "tok_embeddings.weight" in modules:
             sources["output.weight"] = "tok_embeddings.weight"  # of a pipeline's last stage
+    for name, stored in read_base_layers(path, adapter).items():
+        if name in parameters:
+            parameter = parameters[name].detach()
+            require_base_layer(path, name, stored[local_region(parameter)], local_tensor(parameter))
     for name, source in sources.items():
         if name in parameters:  # otherwise it is in another pipeline stage
             local_tensor(parameters[name]).copy_(tensors[source][local_region(parameters[name])])

@@ -19,7 +19,7 @@ from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.engine import ArchonEngine
 from archon.engine.batch import PackedBatch
 from archon.engine.lora_pool import AdamStep, LoRAPool
-from archon.models.lora.targets import VISION_PREFIX, LoRASize, lora_matrices
+from archon.models.lora.targets import EMBEDDING, HEAD, VISION_PREFIX, LoRASize, lora_matrices
 from archon.schema.errors import CheckpointError, UserError
 from archon.serve.training.wire import LossRequest, LossResult
 
@@ -77,7 +77,8 @@ class Trainer:
         names = []
         for name in lora_matrices(adapter):
             is_mlp = any(part in ("feed_forward", "moe") for part in name.split("."))
-            if not name.startswith(VISION_PREFIX) and (shape.train_mlp if is_mlp else shape.train_attn):
+            is_block = not name.startswith((VISION_PREFIX, EMBEDDING, HEAD))
+            if is_block and (shape.train_mlp if is_mlp else shape.train_attn):
                 names.append(name)
         if not names:
             raise UserError("train_attn and train_mlp are false, so the LoRA has no matrix; set one of them")

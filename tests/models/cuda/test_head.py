@@ -363,4 +363,4 @@ def test_the_size_of_a_gpu_decides_how_many_rows_a_tile_has(monkeypatch: pytest.
 def test_a_cpu_and_other_dtypes_use_no_kernel() -> None:
     hidden, weight, labels = torch.randn(2, 3), torch.randn(5, 3), torch.zeros(2, dtype=torch.int64)
     options = logit_tiles.LogitOptions(1.0, None, None)
-    assert isinstance(logit_tiles.logit_tiles(hidden, weight, labels, options), TorchTiles)
+    assert isinstance(logit_tiles.logit_tiles(logit_tiles.HeadOperands(hidden, weight), labels, options), TorchTiles)

@@ -15,6 +15,7 @@ REFUSALS = "tests/lora/test_peft_refusals.py"
 DROPOUT = "tests/lora/test_dropout.py"
 DORA = "tests/lora/test_dora.py"
 SAVED = "tests/lora/test_saved_modules.py"
+OUTER = "tests/lora/test_embedding_and_head.py"
 TRAINING = "tests/lora/test_training.py"
 UNSUMMED = "(lambda p: p.to_local() if hasattr(p, 'to_local') else p)"
 
@@ -612,5 +613,54 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if tied is not None and tied[0] in tensors and not torch.equal(*(tensors[key] for key in tied)):",
         "        if False:",
         (f"{SAVED}::test_stored_modules_that_do_not_fit_are_refused",),
+    ),
+    Mutant(
+        "the embedding's LoRA is looked up for other tokens",
+        "models/layers/linear.py",
+        "torch.addmm(out, F.embedding(rows, b, padding), a, alpha=self.lora.scale)",
+        "torch.addmm(out, F.embedding(rows.flip(0), b, padding), a, alpha=self.lora.scale)",
+        (f"{OUTER}::test_training_is_pefts[llama]",),
+    ),
+    Mutant(
+        "tiles of logits lack the LoRA of the head",
+        "models/layers/logit_tiles.py",
+        "            accumulate_matmul(tile, self.low[r0:r1], self.up[c0:c1].t())\n",
+        "            pass\n",
+        (f"{OUTER}::test_scores_and_losses_have_the_gradients_of_plain_logits[None-dtype0]",),
+    ),
+    Mutant(
+        "the gradient of the head's LoRA is of the first rows' inputs",
+        "models/layers/logit_tiles.py",
+        "return [(x[r0:r1] * factor).to(x.dtype) for x, *_ in self.products]",
+        "return [(x[: r1 - r0].flip(0) * factor).to(x.dtype) for x, *_ in self.products]",
+        (f"{OUTER}::test_scores_and_losses_have_the_gradients_of_plain_logits[None-dtype0]",),
+    ),
+    Mutant(
+        "a packed head lacks its LoRA",
+        "archon/generation/replica.py",
+        "return module.finish_logits(out, x) if isinstance(module, LMHead)",
+        "return module.finish_logits(out, 0 * x) if isinstance(module, LMHead)",
+        (f"{OUTER}::test_the_generator_computes_the_trainers_policy_after_every_push",),
+    ),
+    Mutant(
+        "A and B of an embedding are exchanged in the file",
+        "archon/checkpoint/peft/layout.py",
+        "return b.t().contiguous(), a.t().contiguous()",
+        "return a.t().contiguous(), b.t().contiguous()",
+        (f"{OUTER}::test_training_is_pefts[llama]",),
+    ),
+    Mutant(
+        "a changed copy of the base is merged as the base",
+        "archon/checkpoint/peft/export.py",
+        "        if name in lora.base_layers:\n",
+        "        if False:\n",
+        (f"{OUTER}::test_a_changed_copy_of_the_base_is_refused",),
+    ),
+    Mutant(
+        "a LoRA of a tied embedding is trained",
+        "models/lora/targets.py",
+        "    if EMBEDDING in selected:\n",
+        "    if False:\n",
+        (f"{OUTER}::test_what_is_not_supported_is_refused",),
     ),
 )
