@@ -190,11 +190,20 @@ def local_region(tensor: Tensor) -> tuple[slice, ...]:
     return shard_region(tensor, coordinate)
 
 
-def shard_region(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
+def computed_region(tensor: Tensor) -> tuple[slice, ...]:
+    """Return the slice of each dimension that this rank computes with: `local_region` once FSDP has gathered it."""
+    if not isinstance(tensor, DTensor):
+        return local_region(tensor)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return shard_region(tensor, coordinate, gathered=True)
+
+
+def shard_region(tensor: DTensor, coordinate: Sequence[int], *, gathered: bool = False) -> tuple[slice, ...]:
     """Return `local_region` of the rank at `coordinate` of the mesh.
 
     FSDP shards the shards of tensor and expert parallelism, so those are the outer splits although their mesh
-    dimensions come last.
+    dimensions come last. `gathered` leaves out the splits of FSDP.
     """
     bounds = [(0, size) for size in tensor.shape]
     mesh = tensor.device_mesh
@@ -202,7 +211,7 @@ def shard_region(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...
     by_fsdp = [name in ("dp_replicate", "dp_shard_cp", "edp") for name in names]
     for dim in sorted(range(mesh.ndim), key=lambda d: by_fsdp[d]):
         placement = tensor.placements[dim]
-        if placement.is_replicate():
+        if placement.is_replicate() or (gathered and by_fsdp[dim]):
             continue
         axis = placement.dim  # type: ignore[attr-defined]
         start, stop = bounds[axis]

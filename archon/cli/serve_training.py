@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
     from archon.cli.serve_training_config import ServeTrainingConfig
     from archon.serve.training import TrainingServer
-
-CPU_PREFILL_TOKENS = 512
-"""Prompt tokens of one sampling step on a CPU, which it shares with training."""
+    from archon.serve.training.ranks import RankTrainer
 
 SETTINGS: dict[str, Any] = {
     "name": "serve-training",
@@ -57,24 +55,24 @@ def command(
     from archon.serve.service import check_address
 
     check_address(host, port, tokens[0] if tokens else None)  # before a model is loaded
-    asyncio.run(serve(path, resolved, tokens, state, host, port))
+    trainer = make_trainer(path, resolved)
+    if trainer.is_main:
+        asyncio.run(serve(trainer, path, resolved, tokens, state, host, port))
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends the others
+        trainer.follow()
 
 
-def make_server(path: Path, config: ServeTrainingConfig, tokens: Sequence[str], state: Path) -> TrainingServer:
-    """Load the checkpoint. Returns the server, which does not listen yet."""
-    import torch
-
-    from archon.checkpoint.tokenizer import load_tokenizer
+def make_trainer(path: Path, config: ServeTrainingConfig) -> RankTrainer:
+    """Load the checkpoint into the engine of this rank."""
     from archon.engine import ArchonEngine
     from archon.schema.config import EngineConfig
-    from archon.serve.training import TrainingServer
-    from archon.serve.training.sampler import Sampler, ServiceGenerator
-    from archon.serve.training.store import Store
-    from archon.serve.training.trainer import Trainer
+    from archon.serve.training.ranks import RankTrainer
 
     engine = ArchonEngine(
         EngineConfig(
             path=str(path),
+            layout=config.layout,
             device=config.device,
             dtype=config.dtype,
             max_tokens_per_mb=config.max_tokens_per_mb,
@@ -83,18 +81,37 @@ def make_server(path: Path, config: ServeTrainingConfig, tokens: Sequence[str], 
             compile=False,
         )
     )
-    tokenizer = load_tokenizer(config.tokenizer or path, path)
     engine.initialize()
-    # Before the first LoRA, so that the generator has the base's weights only, and shares them.
+    return RankTrainer(engine, str(path))
+
+
+def make_server(
+    path: Path, config: ServeTrainingConfig, tokens: Sequence[str], state: Path, trainer: RankTrainer | None = None
+) -> TrainingServer:
+    """Return the server of rank 0, which does not listen yet; without a `trainer` it loads the checkpoint."""
+    import torch
+
+    from archon.checkpoint.hf_io import load_model
+    from archon.checkpoint.tokenizer import load_tokenizer
+    from archon.cli.serve import CPU_PREFILL_TOKENS
+    from archon.serve.training import TrainingServer
+    from archon.serve.training.sampler import Sampler, ServiceGenerator
+    from archon.serve.training.store import Store
+
+    trainer = trainer or make_trainer(path, config)
+    engine = trainer.engine
+    # The engine has no LoRA yet, so the generator shares its weights. On several ranks it needs whole ones of its own.
+    model = engine.model
+    if engine.parallel_dims.world_size > 1:
+        model = load_model(path, device=str(engine.device), dtype=getattr(torch, config.dtype))
     generator = ServiceGenerator.from_model(
-        engine.full_model,
-        tokenizer,
+        model,
+        load_tokenizer(config.tokenizer or path, path),
         max_slots=config.max_slots,
         seed=config.seed,
-        **({"prefill_tokens": CPU_PREFILL_TOKENS} if engine.device == torch.device("cpu") else {}),
+        **({"prefill_tokens": CPU_PREFILL_TOKENS} if engine.device.type == "cpu" else {}),
     )
     generator.max_loras = config.max_loras
-    trainer = Trainer(engine, str(path))
     return TrainingServer(
         trainer,
         Sampler(generator, trainer.read),
@@ -108,12 +125,23 @@ def make_server(path: Path, config: ServeTrainingConfig, tokens: Sequence[str], 
 
 
 async def serve(
-    path: Path, config: ServeTrainingConfig, tokens: Sequence[str], state: Path, host: str, port: int
+    trainer: RankTrainer,
+    path: Path,
+    config: ServeTrainingConfig,
+    tokens: Sequence[str],
+    state: Path,
+    host: str,
+    port: int,
 ) -> None:
-    """Serve until SIGINT or SIGTERM."""
-    server = make_server(path, config, tokens, state)
+    """Serve until SIGINT or SIGTERM, or until a rank is lost, which raises its error."""
+    server = make_server(path, config, tokens, state, trainer)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def end(error: BaseException) -> None:
+        loop.call_soon_threadsafe(stop.set)
+
+    trainer.on_lost = end
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     url = await server.serve(host, port)
@@ -122,3 +150,5 @@ async def serve(
         await stop.wait()
     finally:
         await server.end()
+    if trainer.lost is not None:
+        raise trainer.lost

@@ -16,6 +16,7 @@ class ServeTrainingConfig(StrictModel):
     tokenizer: Annotated[str | None, EXPANDED] = Field(
         None, description="tokenizer folder or hub id for clients; null: the checkpoint"
     )
+    layout: str = Field("d1", description="parallel layout of the engine; more than one rank: archon launch")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field("float32", description="dtype of the base and of the computation; LoRAs are float32")
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch, and of one document")

@@ -140,14 +140,39 @@ def save_lora(
         CheckpointError: a value is not finite, or the folder cannot be written or holds other files.
     """
     ranks = ControlPlane.with_long_timeout("exports")
-    target = Path(os.path.realpath(path))
 
     def write() -> None:
         if ranks.is_main:
-            saved = _saved_keys(adapter, modules or {})
-            _write(target, adapter, _plans(adapter, sizes, experts), tensors, saved, base, tokenizer, dropout)
+            write_lora(
+                path,
+                adapter,
+                sizes,
+                tensors,
+                modules=modules,
+                base=base,
+                experts=experts,
+                tokenizer=tokenizer,
+                dropout=dropout,
+            )
 
     ranks.run_on_all(write)
+
+
+def write_lora(
+    path: str | os.PathLike[str],
+    adapter: BaseStateDictAdapter,
+    sizes: Mapping[str, LoRASize],
+    tensors: Mapping[str, Tensor],
+    *,
+    base: str,
+    modules: Mapping[str, Tensor] | None = None,
+    experts: ExpertFiles = "stacked",
+    tokenizer: Any = None,
+    dropout: float = 0.0,
+) -> None:
+    """Write a LoRA as `save_lora` does, from the one rank that calls it."""
+    target, saved = Path(os.path.realpath(path)), _saved_keys(adapter, modules or {})
+    _write(target, adapter, _plans(adapter, sizes, experts), tensors, saved, base, tokenizer, dropout)
 
 
 def _saved_keys(adapter: BaseStateDictAdapter, modules: Mapping[str, Tensor]) -> dict[str, Tensor]:

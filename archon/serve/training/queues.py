@@ -105,8 +105,8 @@ class ModelQueue:
 class Queues:
     """Runs the requests of all models in one engine thread.
 
-    Clients take turns, and so do the models of a client. Waiting losses of the other models join the batch of the model
-    whose turn it is. Optimizer steps come first, and a batch waits briefly for models whose next request is expected:
+    Clients take turns, and so do the models of a client. A batch starts with one model, and waiting losses of the other
+    models join it. Optimizer steps come first, and a batch waits briefly for models whose next request is expected:
     clients that train at the same time then share batches.
 
     Args:

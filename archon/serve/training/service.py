@@ -119,6 +119,7 @@ class TrainingService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.queues.stop()
+        await asyncio.to_thread(self.trainer.close)
         await asyncio.to_thread(self.sampler.close)
         self.store.close()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from archon.checkpoint.atomic import publish, staged_folder, sync_tree, undo_replacement, write_errors
 from archon.checkpoint.peft.export import LoRAWeights
 from archon.checkpoint.peft.reader import read_lora_tensors, read_sizes
-from archon.checkpoint.peft.writer import save_lora
+from archon.checkpoint.peft.writer import write_lora
 from archon.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.engine import ArchonEngine
@@ -23,10 +24,14 @@ from archon.models.lora.targets import EMBEDDING, HEAD, VISION_PREFIX, LoRASize,
 from archon.schema.errors import CheckpointError, UserError
 from archon.serve.training.wire import LossRequest, LossResult
 
+Result = TypeVar("Result")
+
 LORA_ALPHA = 32.0
 """LoRA alpha of all models, as in https://thinkingmachines.ai/blog/lora; the SDK has no field for it."""
 MAX_RANK = 256
 """Maximum LoRA rank."""
+_IDLE = -1
+"""Request of a document without a loss."""
 ADAPTER, OPTIMIZER = "adapter", "optimizer.safetensors"
 """Parts of a checkpoint: the LoRA in PEFT's format, and the moments of AdamW."""
 
@@ -42,28 +47,44 @@ class LoRAShape:
 
 
 class Trainer:
-    """LoRAs of one frozen base model by model id. Use it from one thread."""
+    """LoRAs of one frozen base model by model id. Use it from one thread.
+
+    Attributes:
+        engine: the engine, which runs the base model.
+    """
 
     def __init__(self, engine: ArchonEngine, base: str) -> None:
-        self._engine, self._base = engine, base
+        self.engine, self._base = engine, base
         self._pool = LoRAPool(engine)
         self._names: dict[str, str] = {}  # model id to the LoRA's name, which PyTorch restricts
         self._created = 0
 
     @property
+    def is_main(self) -> bool:
+        """Whether this rank serves and writes files."""
+        return True
+
+    def _agree(self, work: Callable[[], Result]) -> Result:
+        """Return the result of `work` once it has succeeded on every rank."""
+        return work()
+
+    def close(self) -> None:
+        """End the work of other ranks."""
+
+    @property
     def family(self) -> str:
         """The name of the model family."""
-        return self._engine.spec.name
+        return self.engine.spec.name
 
     @property
     def vocab_size(self) -> int:
         """The number of token ids."""
-        return self._engine.args.vocab_size
+        return self.engine.args.vocab_size
 
     @property
     def max_tokens(self) -> int:
         """The longest document."""
-        return min(self._engine.args.max_seq_len, self._engine.config.max_tokens_per_mb)
+        return min(self.engine.args.max_seq_len, self.engine.config.max_tokens_per_mb)
 
     def sizes(self, shape: LoRAShape) -> dict[str, LoRASize]:
         """Return the LoRA sizes by native matrix name.
@@ -71,7 +92,7 @@ class Trainer:
         Raises:
             UserError: the rank is out of range, or no matrix is trained.
         """
-        adapter = self._engine.adapter
+        adapter = self.engine.adapter
         if not 1 <= shape.rank <= MAX_RANK:
             raise UserError(f"LoRA rank {shape.rank}; expected 1 to {MAX_RANK}")
         names = []
@@ -112,54 +133,61 @@ class Trainer:
         """
         index = {model_id: number for number, model_id in enumerate(dict.fromkeys(model for model, _ in requests))}
         losses = _RequestLosses([request for _, request in requests])
-        batch = _pack(requests, index)
+        dp = self._pool.ranks.dp
+        batch = _pack(requests, index, _share([request for _, request in requests], dp.rank, dp.size))
         names = [self._name(model_id) for model_id in index]
         self._pool.accumulate(batch, names, losses, backward=requests[0][1].backward)
-        return losses.results()
+        return losses.results(self._pool)
 
     def step(self, model_id: str, settings: AdamStep) -> float:
         """Take an optimizer step; return the norm of the gradient before clipping."""
         return self._pool.step(self._name(model_id), settings)
 
-    def save(self, model_id: str, folder: Path, *, optimizer: bool) -> int:
+    def save(self, model_id: str, folder: Path, optimizer: bool) -> int:
         """Write a checkpoint, in place of an earlier one in the folder; return its bytes.
 
         The folder is complete at every moment, also after a kill.
         """
         name = self._name(model_id)
+        if not self.is_main:
+            return 0
         folder.parent.mkdir(parents=True, exist_ok=True)
         undo_replacement(folder)
         with write_errors(folder), staged_folder(folder) as staged:
             sizes, weights = self._pool[name].sizes, self._pool.weights(name)
-            save_lora(staged / ADAPTER, self._engine.adapter, sizes, weights, base=self._base)
+            write_lora(staged / ADAPTER, self.engine.adapter, sizes, weights, base=self._base)
             if optimizer:
                 write_safetensors(staged / OPTIMIZER, self._pool.moments(name), "export.tensor")
             sync_tree(staged)
             publish(staged, folder)
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
-    def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+    def load(self, model_id: str, folder: Path, optimizer: bool) -> None:
         """Load a checkpoint into a LoRA of the same sizes; without `optimizer` its moments are reset.
 
         Raises:
             CheckpointError: the LoRA has other sizes, or the checkpoint lacks the moments.
         """
-        name, adapter = self._name(model_id), self._engine.adapter
-        sizes = read_sizes(folder / ADAPTER, adapter)
-        if sizes != self._pool[name].sizes:
-            raise CheckpointError("the checkpoint's LoRA has another rank or other matrices than this model")
-        moments: Mapping[str, Tensor] = {}
-        if optimizer:
-            if not (folder / OPTIMIZER).is_file():
-                raise CheckpointError("the checkpoint has no optimizer state; it was saved for a sampler")
-            with SafetensorsFile(folder / OPTIMIZER) as file:
-                moments = {key: lazy_tensor(file, entry).read() for key, entry in file.entries.items()}
-        self._pool.load(name, read_lora_tensors(folder / ADAPTER, adapter, sizes), moments)
+        name, adapter = self._name(model_id), self.engine.adapter
+
+        def read() -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+            sizes = read_sizes(folder / ADAPTER, adapter)
+            if sizes != self._pool[name].sizes:
+                raise CheckpointError("the checkpoint's LoRA has another rank or other matrices than this model")
+            moments: Mapping[str, Tensor] = {}
+            if optimizer:
+                if not (folder / OPTIMIZER).is_file():
+                    raise CheckpointError("the checkpoint has no optimizer state; it was saved for a sampler")
+                with SafetensorsFile(folder / OPTIMIZER) as file:
+                    moments = {key: lazy_tensor(file, entry).read() for key, entry in file.entries.items()}
+            return read_lora_tensors(folder / ADAPTER, adapter, sizes), moments
+
+        self._pool.load(name, *self._agree(read))
 
     def read(self, folder: Path) -> LoRAWeights:
         """Read the LoRA of a checkpoint; any thread may call it."""
-        sizes = read_sizes(folder / ADAPTER, self._engine.adapter)
-        return LoRAWeights(sizes, read_lora_tensors(folder / ADAPTER, self._engine.adapter, sizes))
+        sizes = read_sizes(folder / ADAPTER, self.engine.adapter)
+        return LoRAWeights(sizes, read_lora_tensors(folder / ADAPTER, self.engine.adapter, sizes))
 
 
 class _RequestLosses:
@@ -179,6 +207,9 @@ class _RequestLosses:
         documents = zip(mb["request"].tolist(), mb["datum"].tolist(), mb["target"].tolist(), rows, strict=True)
         columns: dict[tuple[int, int], dict[int, Tensor]] = {}
         for request, datum, target, values in documents:
+            if request == _IDLE:
+                total = total + 0 * values.sum()
+                continue
             columns.setdefault((request, datum), {})[target] = values
         for (request, number), values in columns.items():
             entry = self._requests[request]
@@ -199,8 +230,9 @@ class _RequestLosses:
             kept[key] = torch.zeros(len(datum.tokens), datum.copies)
         kept[key][:, targets] = x.detach().float().cpu()
 
-    def results(self) -> list[LossResult]:
-        """Return the results of all requests in order."""
+    def results(self, pool: LoRAPool) -> list[LossResult]:
+        """Return the results of all requests in order, from all ranks."""
+        self._exchange(pool)
         results = []
         for index, request in enumerate(self._requests):
             shapes = [datum.targets.shape for datum in request.data]
@@ -211,16 +243,57 @@ class _RequestLosses:
             results.append(LossResult(*columns))
         return results
 
+    def _exchange(self, pool: LoRAPool) -> None:
+        """Add the results of the other ranks, each of which has those of its documents."""
+        if pool.world_size == 1:
+            return
+        shapes = {
+            (number, place): (len(datum.tokens), datum.copies)
+            for number, request in enumerate(self._requests)
+            for place, datum in enumerate(request.data)
+        }
+        kept = (self._logprobs, self._losses)
+        known = [values if pool.reports else {} for values in kept]
+        columns = [values.get(key, torch.zeros(shape)) for values in known for key, shape in shapes.items()]
+        flat = pool.sum_over_ranks(torch.cat([column.flatten() for column in columns]))
+        parts = iter(flat.split([column.numel() for column in columns]))
+        for values in kept:
+            values.update({key: next(parts).view(shape) for key, shape in shapes.items()})
 
-def _pack(requests: Sequence[tuple[str, LossRequest]], index: Mapping[str, int]) -> PackedBatch:
-    """Return the documents of all requests; a position with K targets becomes K documents with a shared prefix."""
+
+def _share(requests: Sequence[LossRequest], rank: int, size: int) -> list[tuple[int, int]]:
+    """Return (request, datum) of the documents of one of `size` data-parallel ranks, with about equal tokens."""
+    places = [(number, place) for number, request in enumerate(requests) for place in range(len(request.data))]
+    if size == 1:
+        return places
+
+    def n_tokens(place: tuple[int, int]) -> int:
+        datum = requests[place[0]].data[place[1]]
+        return len(datum.tokens) * datum.copies
+
+    loads, shares = [0] * size, [list[tuple[int, int]]() for _ in range(size)]
+    for place in sorted(places, key=n_tokens, reverse=True):
+        least = loads.index(min(loads))
+        loads[least] += n_tokens(place)
+        shares[least].append(place)
+    return sorted(shares[rank])
+
+
+def _pack(
+    requests: Sequence[tuple[str, LossRequest]], index: Mapping[str, int], places: Sequence[tuple[int, int]]
+) -> PackedBatch:
+    """Return the documents at `places`; a position with K targets becomes K documents with a shared prefix.
+
+    A rank without documents gets the first one, without a loss: it takes part in the collectives of the others.
+    """
     tokens, labels, columns = list[Tensor](), list[Tensor](), list[tuple[int, int, int, int]]()
-    for number, (model_id, request) in enumerate(requests):
-        for datum_number, datum in enumerate(request.data):
-            for target, targets in enumerate(datum.targets.view(len(datum.tokens), -1).unbind(1)):
-                tokens.append(datum.tokens)
-                labels.append(targets)
-                columns.append((index[model_id], number, datum_number, target))
+    for number, place in places or [(0, 0)]:
+        model_id, request = requests[number]
+        datum = request.data[place]
+        for target, targets in enumerate(datum.targets.view(len(datum.tokens), -1).unbind(1)):
+            tokens.append(datum.tokens)
+            labels.append(targets)
+            columns.append((index[model_id], number if places else _IDLE, place, target))
     lengths = tuple(map(len, tokens))
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     values = torch.tensor(columns).unbind(1)

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 NUMBERS = "tests/serve/training/test_numbers.py"
 SERVICE = "tests/serve/training/test_service.py"
 QUEUES, FUZZ, PAGE = (f"tests/serve/training/test_{name}.py" for name in ("queues", "fuzz", "page"))
+LAYOUTS = "tests/serve/training/test_layouts.py"
 DEFINITIONS = f"{NUMBERS}::test_each_loss_is_its_definition"
 PEFT = f"{NUMBERS}::test_a_plain_loop_with_peft_agrees_while_another_client_trains"
 
@@ -157,5 +158,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "        self._sum, self._count = 0.0, 0\n        if len",
         "        if len",
         (f"{PAGE}::test_rates_and_curves_are_bounded",),
+    ),
+    Mutant(
+        "the gradients of the parts are not summed over ranks",
+        "archon/engine/lora_pool.py",
+        "        dist.all_reduce(flat, group=default_group())\n        for single",
+        "        for single",
+        (f"{LAYOUTS}::test_a_layout_gives_the_numbers_of_one_process[d2]",),
+    ),
+    Mutant(
+        "data-parallel ranks run the same documents",
+        "archon/serve/training/trainer.py",
+        "return sorted(shares[rank])",
+        "return sorted(shares[0])",
+        (f"{LAYOUTS}::test_a_layout_gives_the_numbers_of_one_process[d2]",),
+    ),
+    Mutant(
+        "a rank with an error of its own goes on alone",
+        "archon/serve/training/ranks.py",
+        "if not failed:",
+        "if not failed or error is None:",
+        (f"{LAYOUTS}::test_an_error_of_one_rank_is_every_ranks",),
     ),
 )
