@@ -55,7 +55,7 @@ def command(
     from archon.serve.service import check_address
 
     check_address(host, port, tokens[0] if tokens else None)  # before a model is loaded
-    trainer = make_trainer(path, resolved)
+    trainer = make_trainer(path, resolved, state)
     if trainer.is_main:
         asyncio.run(serve(trainer, path, resolved, tokens, state, host, port))
     else:
@@ -63,7 +63,7 @@ def command(
         trainer.follow()
 
 
-def make_trainer(path: Path, config: ServeTrainingConfig) -> RankTrainer:
+def make_trainer(path: Path, config: ServeTrainingConfig, state: Path) -> RankTrainer:
     """Load the checkpoint into the engine of this rank."""
     from archon.engine import ArchonEngine
     from archon.schema.config import EngineConfig
@@ -82,7 +82,8 @@ def make_trainer(path: Path, config: ServeTrainingConfig) -> RankTrainer:
         )
     )
     engine.initialize()
-    return RankTrainer(engine, str(path))
+    idle, idle_bytes = state.resolve() / "idle", int(config.disk_gib * 2**30)
+    return RankTrainer(engine, str(path), idle, max_resident=config.max_models, idle_bytes=idle_bytes)
 
 
 def make_server(
@@ -98,7 +99,7 @@ def make_server(
     from archon.serve.training.sampler import Sampler, ServiceGenerator
     from archon.serve.training.store import Store
 
-    trainer = trainer or make_trainer(path, config)
+    trainer = trainer or make_trainer(path, config, state)
     engine = trainer.engine
     # The engine has no LoRA yet, so the generator shares its weights. On several ranks it needs whole ones of its own.
     model = engine.model
@@ -112,14 +113,15 @@ def make_server(
         **({"prefill_tokens": CPU_PREFILL_TOKENS} if engine.device.type == "cpu" else {}),
     )
     generator.max_loras = config.max_loras
+    store = Store(state)  # no other server has the folder
+    trainer.delete_idle_files()
     return TrainingServer(
         trainer,
         Sampler(generator, trainer.read),
-        Store(state),
+        store,
         model=config.model_name or str(path),
         tokenizer=str(config.tokenizer or path),
         tokens=tokens,
-        max_models=config.max_models,
         disk_bytes=int(config.disk_gib * 2**30),
     )
 

@@ -20,7 +20,7 @@ class ServeTrainingConfig(StrictModel):
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field("float32", description="dtype of the base and of the computation; LoRAs are float32")
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch, and of one document")
-    max_models: int = Field(64, ge=1, le=2**16, description="maximum trained LoRAs in memory")
+    max_models: int = Field(64, ge=1, le=2**16, description="maximum trained LoRAs in memory; idle ones move to disk")
     max_loras: int = Field(32, ge=1, le=2**16, description="maximum saved LoRAs in the sampler's memory")
     max_slots: int = Field(32, ge=1, le=2**20, description="answers decoded concurrently")
     disk_gib: float = Field(64.0, gt=0, lt=2**20, description="maximum GiB of a client's checkpoints")

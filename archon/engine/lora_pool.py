@@ -40,6 +40,8 @@ from archon.parallel.pipeline import StagedModel
 from archon.parallel.ranks import Ranks
 from archon.schema.errors import ConfigError, NotFiniteError, UserError
 
+_WEIGHT, _MOMENT, _GRADIENT = "weight:", "moment:", "gradient:"
+
 
 @dataclass(frozen=True)
 class AdamStep:
@@ -115,7 +117,10 @@ class LoRAPool:
         return name in self._loras
 
     def add(self, name: str, sizes: Mapping[str, LoRASize], seed: int) -> None:
-        """Add a LoRA that starts at the base model, with the weights of a configured LoRA of the same `seed`."""
+        """Add a LoRA that starts at the base model, with the weights of a configured LoRA of the same `seed`.
+
+        Its moments are allocated too, so that no later step lacks memory for them.
+        """
         engine = self._engine
         check_stages(engine.built.layout, sizes)
         dtype = torch.promote_types(engine.built.builder.compute_dtype, torch.float32)
@@ -148,6 +153,7 @@ class LoRAPool:
                     setattr(model.get_submodule(owner), attribute, part)
         optimizer = AdamW(list(parameters.values()), fused=True)
         self._loras[name] = PooledLoRA(sizes, parameters, optimizer, parts)
+        self._reset_moments(name)
 
     def remove(self, name: str) -> None:
         """Remove a LoRA, its gradients and its moments."""
@@ -271,7 +277,7 @@ class LoRAPool:
         return {single: parameter.detach() for single, parameter in self[name].parameters.items()}
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """Return the optimizer state of a LoRA as PARAMETER:KEY; empty before the first step. Not copies."""
+        """Return the optimizer state of a LoRA as PARAMETER:KEY; not copies."""
         lora = self[name]
         return {
             f"{single}:{key}": value
@@ -286,13 +292,44 @@ class LoRAPool:
         for single, parameter in lora.parameters.items():
             parameter.copy_(weights[single])
         self.clear_gradients(name)
-        lora.optimizer.state.clear()
         if not moments:
+            self._reset_moments(name)
             return
         for single, parameter in lora.parameters.items():
-            state = {key: torch.empty_like(parameter).copy_(moments[f"{single}:{key}"]) for key in MOMENTS}
-            step = moments[f"{single}:step"].to(parameter.device, torch.float32, copy=True)
-            lora.optimizer.state[parameter] = {"step": step, **state}
+            for key, value in lora.optimizer.state[parameter].items():
+                value.copy_(moments[f"{single}:{key}"])
+
+    def _reset_moments(self, name: str) -> None:
+        """Set the moments of a LoRA to those before its first step."""
+        lora = self[name]
+        for parameter in lora.parameters.values():
+            zeros: dict[str, Tensor] = {key: torch.zeros_like(parameter) for key in MOMENTS}
+            step = torch.zeros((), device=parameter.device)
+            lora.optimizer.state[parameter] = {"step": step, **zeros}
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """Return everything that `restore` needs: weights, moments and gradients; not copies."""
+        if name in self._accumulated:
+            self._complete_gradients(self[name])
+        tensors = {f"{_WEIGHT}{single}": x for single, x in self.weights(name).items()}
+        tensors |= {f"{_MOMENT}{key}": x for key, x in self.moments(name).items()}
+        for single, parameter in self[name].parameters.items():
+            if parameter.grad is not None:
+                tensors[f"{_GRADIENT}{single}"] = parameter.grad
+        return tensors
+
+    def restore(self, name: str, sizes: Mapping[str, LoRASize], state: Mapping[str, Tensor]) -> None:
+        """Add a removed LoRA with its `state`."""
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
+
+        self.add(name, sizes, seed=0)
+        self.load(name, part(_WEIGHT), part(_MOMENT))
+        for single, grad in part(_GRADIENT).items():
+            parameter = self[name].parameters[single]
+            parameter.grad = grad.to(parameter.device, copy=True)
+            self._accumulated.add(name)
 
 
 def _models(engine: ArchonEngine) -> list[nn.Module]:

@@ -263,6 +263,8 @@ class Queues:
                     break
                 if batch and tokens + task.n_tokens > BATCH_TOKENS:
                     break
+                if batch and len({queue.model, *(model for model, _ in batch)}) > self._trainer.max_resident:
+                    break
                 batch.append((queue.model, queue.pop()))
                 queue.turn = self._owner_turns[queue.owner] = self._clock
                 if task.kind is None:

@@ -42,9 +42,9 @@ class RankTrainer(Trainer):
         on_lost: called on rank 0 with that error, in the engine thread.
     """
 
-    def __init__(self, engine: ArchonEngine, base: str) -> None:
-        super().__init__(engine, base)
+    def __init__(self, engine: ArchonEngine, base: str, idle: Path, **limits: int) -> None:
         self._plane = ControlPlane.with_long_timeout("training service")
+        super().__init__(engine, base, idle, **limits)
         self._plane.barrier()  # creates the group
         self._lock, self._closed = threading.RLock(), threading.Event()
         self.lost: BaseException | None = None

@@ -48,6 +48,8 @@ LONG_POLL_SECONDS = 20.0
 HOUSEKEEPING_SECONDS = 5.0
 MAX_SESSIONS = 256
 """Maximum open sessions of a client."""
+MAX_MODELS = 4096
+"""Maximum models of all clients, in memory and on disk."""
 MAX_SAMPLES = 512
 """Maximum unfinished sampling requests; the SDK repeats further ones later."""
 MAX_ANSWERS = 1024
@@ -79,7 +81,6 @@ class TrainingService:
         model: the name of the base model for clients.
         tokenizer: the tokenizer folder for clients.
         tokens: accepted API keys; empty accepts any key, which is allowed only on loopback.
-        max_models: maximum models in memory.
         disk_bytes: maximum bytes of a client's checkpoints.
     """
 
@@ -92,12 +93,11 @@ class TrainingService:
         model: str,
         tokenizer: str,
         tokens: Sequence[str] = (),
-        max_models: int = 64,
         disk_bytes: int = 64 << 30,
     ) -> None:
         self.trainer, self.sampler, self.store = trainer, sampler, store
         self.model, self.tokenizer, self.tokens = model, tokenizer, tuple(tokens)
-        self.max_models, self.disk_bytes = max_models, disk_bytes
+        self.disk_bytes = disk_bytes
         self.limits = Limits(body_bytes=64 << 20, total_body_bytes=256 << 20)
         self.parsing = asyncio.Semaphore(MAX_PARSING)
         self._body_bytes = 0  # of all requests in progress
@@ -239,10 +239,8 @@ class TrainingService:
             if self.store.query("SELECT id FROM models WHERE id=?", model):
                 raise HTTPException(400, f"model {model} exists")
             live = self.store.query("SELECT count(*) AS n FROM models WHERE live=1")[0]["n"]
-            if live >= self.max_models:
-                raise HTTPException(
-                    400, f"{live} models are in memory, the maximum; close some sessions, or raise max_models"
-                )
+            if live >= MAX_MODELS:
+                raise HTTPException(400, f"{live} models exist, the maximum; close some sessions")
             self.store.create_model(model, session, owner, config, metadata)
             self.queues.open(model, owner)
             self._pending(owner, future, model)

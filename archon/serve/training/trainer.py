@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -49,11 +50,23 @@ class LoRAShape:
 class Trainer:
     """LoRAs of one frozen base model by model id. Use it from one thread.
 
-    Attributes:
+    At most `max_resident` LoRAs are in memory. Before another one enters, the least recently used ones move to files
+    with moments and gradients, and they return at their next request.
+
+    Args:
         engine: the engine, which runs the base model.
+        base: path or name of the base checkpoint.
+        idle: folder of the files, which all ranks see.
+        max_resident: maximum LoRAs in memory, and in one batch.
+        idle_bytes: maximum bytes of the files.
     """
 
-    def __init__(self, engine: ArchonEngine, base: str) -> None:
+    def __init__(
+        self, engine: ArchonEngine, base: str, idle: Path, max_resident: int = 64, idle_bytes: int = 64 << 30
+    ) -> None:
+        self._idle, self.max_resident, self._idle_bytes = idle, max_resident, idle_bytes
+        self._resident: dict[str, None] = {}  # names of LoRAs in memory, the least recently used first
+        self._moved: dict[str, tuple[Mapping[str, LoRASize], int]] = {}  # sizes and bytes of the others
         self.engine, self._base = engine, base
         self._pool = LoRAPool(engine)
         self._names: dict[str, str] = {}  # model id to the LoRA's name, which PyTorch restricts
@@ -110,21 +123,82 @@ class Trainer:
 
     def create(self, model_id: str, shape: LoRAShape) -> None:
         """Add a fresh LoRA."""
-        name = f"lora_{self._created}"
-        self._pool.add(name, self.sizes(shape), shape.seed)
+        name, sizes = f"lora_{self._created}", self.sizes(shape)
+        self._make_room(1, ())
+        self._pool.add(name, sizes, shape.seed)
         self._created += 1
         self._names[model_id] = name
+        self._resident[name] = None
 
     def remove(self, model_id: str) -> None:
         """Free the memory of a LoRA; there is no effect for an unknown id."""
         name = self._names.pop(model_id, None)
-        if name is not None:
-            self._pool.remove(name)
+        if name is None:
+            return
+        if self._moved.pop(name, None) is not None:
+            if self.is_main:
+                self._file(name).unlink()
+            return
+        del self._resident[name]
+        self._pool.remove(name)
 
     def _name(self, model_id: str) -> str:
-        if model_id not in self._names:
-            raise UserError(f"model {model_id} has no weights, because its creation failed; create another")
-        return self._names[model_id]
+        """Return the name of a LoRA, which is then in memory."""
+        return self._bring([model_id])[0]
+
+    def _bring(self, model_ids: Sequence[str]) -> list[str]:
+        """Return the names of at most `max_resident` LoRAs; those on disk return to memory."""
+        for model_id in model_ids:
+            if model_id not in self._names:
+                raise UserError(f"model {model_id} has no weights, because its creation failed; create another")
+        names = [self._names[model_id] for model_id in model_ids]
+        absent = [name for name in names if name in self._moved]
+        self._make_room(len(absent), names)
+        for name in absent:
+
+            def read(name: str = name) -> dict[str, Tensor]:
+                with SafetensorsFile(self._file(name)) as file:
+                    return {key: lazy_tensor(file, entry).read() for key, entry in file.entries.items()}
+
+            self._pool.restore(name, self._moved[name][0], self._agree(read))
+            del self._moved[name]
+            if self.is_main:
+                self._file(name).unlink()
+        for name in names:
+            self._resident.pop(name, None)
+            self._resident[name] = None
+        return names
+
+    def _make_room(self, n_loras: int, kept: Collection[str]) -> None:
+        """Move LoRAs to disk, except for `kept`, until `n_loras` more fit into memory."""
+        excess = len(self._resident) + n_loras - self.max_resident
+        for name in [name for name in self._resident if name not in kept][: max(excess, 0)]:
+            state, sizes = self._pool.state(name), self._pool[name].sizes
+            n_bytes = sum(x.numel() * x.element_size() for x in state.values())
+            used = sum(moved for _, moved in self._moved.values())
+            if used + n_bytes > self._idle_bytes:
+                raise UserError(
+                    f"idle models have {used:,} bytes on disk, and this request needs {n_bytes:,} more; expected at "
+                    f"most {self._idle_bytes:,}: close some sessions, or raise max_models or disk_gib"
+                )
+
+            def write(name: str = name, state: Mapping[str, Tensor] = state) -> None:
+                if self.is_main:
+                    self._idle.mkdir(parents=True, exist_ok=True)
+                    with write_errors(self._file(name)):
+                        write_safetensors(self._file(name), state, "export.tensor")
+
+            self._agree(write)
+            self._moved[name] = sizes, n_bytes
+            del self._resident[name]
+            self._pool.remove(name)
+
+    def delete_idle_files(self) -> None:
+        """Delete the files that a killed server has left; call it before the first LoRA."""
+        shutil.rmtree(self._idle, ignore_errors=True)
+
+    def _file(self, name: str) -> Path:
+        return self._idle / f"{name}.safetensors"
 
     def run(self, requests: Sequence[tuple[str, LossRequest]]) -> list[LossResult]:
         """Run requests of one kind, each with its model id, as one batch; return their results in order.
@@ -135,7 +209,7 @@ class Trainer:
         losses = _RequestLosses([request for _, request in requests])
         dp = self._pool.ranks.dp
         batch = _pack(requests, index, _share([request for _, request in requests], dp.rank, dp.size))
-        names = [self._name(model_id) for model_id in index]
+        names = self._bring(list(index))
         self._pool.accumulate(batch, names, losses, backward=requests[0][1].backward)
         return losses.results(self._pool)
 

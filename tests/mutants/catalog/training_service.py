@@ -8,6 +8,7 @@ NUMBERS = "tests/serve/training/test_numbers.py"
 SERVICE = "tests/serve/training/test_service.py"
 QUEUES, FUZZ, PAGE = (f"tests/serve/training/test_{name}.py" for name in ("queues", "fuzz", "page"))
 LAYOUTS = "tests/serve/training/test_layouts.py"
+IDLE = "tests/serve/training/test_idle.py"
 DEFINITIONS = f"{NUMBERS}::test_each_loss_is_its_definition"
 PEFT = f"{NUMBERS}::test_a_plain_loop_with_peft_agrees_while_another_client_trains"
 
@@ -43,8 +44,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a loaded optimizer has no second moment",
         "archon/engine/lora_pool.py",
-        "for key in MOMENTS}\n            step",
-        "for key in (MOMENTS[0], MOMENTS[0])} | {MOMENTS[1]: torch.ones_like(parameter)}\n            step",
+        'value.copy_(moments[f"{single}:{key}"])',
+        'value.copy_(torch.ones_like(value) if key == MOMENTS[1] else moments[f"{single}:{key}"])',
         (f"{NUMBERS}::test_a_loaded_state_continues_as_if_it_had_not_been_saved",),
     ),
     Mutant(
@@ -179,5 +180,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "if not failed:",
         "if not failed or error is None:",
         (f"{LAYOUTS}::test_an_error_of_one_rank_is_every_ranks",),
+    ),
+    Mutant(
+        "an idle model loses its gradient",
+        "archon/engine/lora_pool.py",
+        'tensors[f"{_GRADIENT}{single}"] = parameter.grad',
+        "pass",
+        (f"{IDLE}::test_idle_models_return_from_disk_bitwise",),
+    ),
+    Mutant(
+        "an idle model loses its moments",
+        "archon/engine/lora_pool.py",
+        "self.load(name, part(_WEIGHT), part(_MOMENT))",
+        "self.load(name, part(_WEIGHT), {})",
+        (f"{IDLE}::test_idle_models_return_from_disk_bitwise",),
+    ),
+    Mutant(
+        "idle models take any space on disk",
+        "archon/serve/training/trainer.py",
+        "if used + n_bytes > self._idle_bytes:",
+        "if False:",
+        (f"{IDLE}::test_idle_models_have_a_limit_on_disk",),
     ),
 )

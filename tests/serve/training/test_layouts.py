@@ -207,7 +207,8 @@ from archon.engine.lora_pool import AdamStep
 from archon.schema.errors import UserError
 from archon.serve.training.trainer import LoRAShape
 
-trainer = make_trainer(Path(base), ServeTrainingConfig(layout="d2", device="cpu"))
+config = ServeTrainingConfig(layout="d2", device="cpu", max_models=1)
+trainer = make_trainer(Path(base), config, Path(folder, "state"))
 if rank == "1":
     trainer.follow()
 else:
@@ -222,6 +223,7 @@ else:
             call()
         except UserError as error:
             print("refused:", error, flush=True)
+    trainer.create("b", LoRAShape(4, seed=1))  # "a" moves to disk
     trainer.load("a", Path(folder, "0", "saved"), True)  # the ranks still agree
     assert all((x == before[name]).all() for name, x in trainer._pool.weights("lora_0").items())
     trainer.close()
