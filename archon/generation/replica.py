@@ -271,7 +271,7 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
     if missing:
         raise RolloutError(f"weight update: {len(missing)} weights are missing, for example {min(missing)!r}")
     fix_norms(replica)
-    if not has_lora or getattr(replica, "saved_modules", ()):
+    if not has_lora or len(getattr(replica, "saved_modules", ())) > 0:
         written += _pack_linears(replica)
     held = fingerprint(parameters.items())
     if held != (sent := sent % 2**64):

@@ -589,7 +589,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a generator keeps packed copies of saved modules",
         "archon/generation/replica.py",
-        'if not has_lora or getattr(replica, "saved_modules", ()):',
+        'if not has_lora or len(getattr(replica, "saved_modules", ())) > 0:',
         "if not has_lora:",
         (f"{SAVED}::test_the_generator_computes_the_trainers_policy_after_every_push",),
     ),
