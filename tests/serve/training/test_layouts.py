@@ -90,18 +90,18 @@ def script(base: Path, url: str) -> dict[str, Any]:
         two = [second.forward_backward(part, "ppo") for part in (data[:1], data[1:])]
         for future in (one, *two):
             scores += output(future)
-        norms += [client.optim_step(adam()).result(60).metrics["grad_norm"] for client in (first, second)]
+        norms += [client.optim_step(adam(eps=1e-3)).result(60).metrics["grad_norm"] for client in (first, second)]
         if step == 1:
             state = first.save_state("middle").result(60).path
     resumed = service.create_training_client_from_state_with_optimizer(state).result(60)
     resumed.forward_backward([datum(ids) for ids in rows(2)], "cross_entropy").result(60)
-    resumed.optim_step(adam()).result(60)
+    resumed.optim_step(adam(eps=1e-3)).result(60)
     scores += output(second.forward([datum(ids) for ids in rows(9)], "cross_entropy"))
     sampler = second.save_weights_and_get_sampling_client().result(60)
     params = types.SamplingParams(max_tokens=12, seed=5, stop=[])
     [answer] = sampler.sample(types.ModelInput.from_ints(rows()[0][:5]), 1, params).result(60).sequences
     try:
-        first.optim_step(adam()).result(60)
+        first.optim_step(adam(eps=1e-3)).result(60)
         refused = ""
     except tinker.RequestFailedError as error:
         refused = str(error).partition("there is no gradient")[1]
@@ -146,14 +146,12 @@ def test_a_layout_gives_the_numbers_of_one_process(
     with launched(path, tmp_path / "state", layout, ranks) as (url, process):
         actual = script(path, url)
     assert process.returncode in (0, 128 + signal.SIGTERM)
-    # float32, in sums of another order; AdamW with eps 1e-5 does not amplify rounding.
+    # float32, in sums of another order; a large eps keeps AdamW from amplifying the rounding of small gradients.
     for found, wanted in zip(actual["scores"], expected["scores"], strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
     assert actual["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-    # Tensor parallelism splits the sums inside matmuls; AdamW divides the rounding of small gradients by their size.
-    limit = 1e-5 if "t" in layout else 1e-6
     for found, wanted in zip(actual["loras"], expected["loras"], strict=True):
-        assert largest_difference(found, wanted) < limit
+        assert largest_difference(found, wanted) < 1e-6
     assert largest_difference(actual["resumed"], actual["loras"][0]) < 1e-6
     assert actual["answer"][0] == expected["answer"][0]
     torch.testing.assert_close(torch.tensor(actual["answer"][1]), torch.tensor(expected["answer"][1]))
