@@ -53,7 +53,7 @@ def train(url: str, base: Path, key: str, name: str, steps: int) -> Any:
 def check_page(page: Page, url: str, base: Path, out: Path) -> None:
     """A server without tokens shows all clients, live, on a desk and on a phone."""
     page.open(f"{url}/")
-    wait_for(page, "document.body.innerText.includes('no model is in memory')")
+    wait_for(page, "document.body.innerText.includes('there is no model')")
     first = train(url, base, "tml-one", HOSTILE, 30)
     train(url, base, "tml-two", "second", 3)
     wait_for(page, "document.querySelectorAll('#charts .chart').length === 4")
