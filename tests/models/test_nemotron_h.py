@@ -101,6 +101,14 @@ def test_a_layer_is_a_mixer_or_a_network() -> None:
     assert not {name for name in names if "w1" in name}, "experts without a gate"
 
 
+def test_the_convolution_has_an_activation_of_its_own() -> None:
+    args = SPEC.model_args_class.from_hf_config(TINY | {"mamba_hidden_act": "gelu", "mlp_hidden_act": "relu2"})
+    mixers = [spec.mixer for spec in args.layer_specs if isinstance(spec.mixer, MambaLayer)]
+    networks = [spec.feed_forward for spec in args.layer_specs if isinstance(spec.feed_forward, DenseLayer)]
+    assert {mixer.hidden_act for mixer in mixers} == {"gelu"}
+    assert {network.hidden_act for network in networks} == {"relu2"}
+
+
 def test_a_norm_of_both_parts_is_needed_by_a_layer_of_one() -> None:
     with pytest.raises(FamilyError, match="norm_placement is 'before' in a layer of a mixer or a network alone"):
         LayerSpec(NoMixer(), DenseLayer(8), NormSpec(1e-6))

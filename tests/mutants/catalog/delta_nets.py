@@ -252,7 +252,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/args/mamba.py",
         "            self.mamba_hidden_act or self.hidden_act,\n            self.mamba_bias,",
         "            self.hidden_act,\n            self.mamba_bias,",
-        (NEMOTRON_PARITY.format(2),),
+        ("tests/models/test_nemotron_h.py::test_the_convolution_has_an_activation_of_its_own",),
     ),
     Mutant(
         "a block of a network alone adds its input once more",
