@@ -203,7 +203,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/layers/moe.py",
         "bias=spec.shared_bias, is_gated=spec.is_gated)",
         "bias=False, is_gated=spec.is_gated)",
-        (f"{PARITY}[nemotron_h-0]",),
+        (f"{PARITY}[nemotron_h-2]",),
     ),
     Mutant(
         "ranks that split an expert each add the bias of the projection from latents",
