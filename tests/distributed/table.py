@@ -33,7 +33,8 @@ def options(config: Mapping[str, Any]) -> str:
     said = []
     for key, value in config.items():
         if isinstance(value, dict):
-            value = " ".join(str(part) for part in value.values())
+            parts = {name: "+".join(part) if isinstance(part, list | tuple) else part for name, part in value.items()}
+            value = " ".join(f"{name.replace('_', ' ')} {part}" for name, part in parts.items())
         said.append(key.replace("_", " ") if value is True else f"{key.replace('_', ' ')}: {value}")
     return ", ".join(said)
 
