@@ -125,7 +125,7 @@ def loss_cases(model: str) -> Iterator[Case]:
         yield post(f"encoding {encoding[:9]}", "forward_backward", body, **{"Content-Encoding": encoding})
     compress = zstandard.ZstdCompressor().compress
     packed = compress(body)
-    bomb = compress(bytes(300 << 20))
+    bomb = zstd_bomb(4 << 30)
     for path in ("forward_backward", "optim_step", "telemetry"):
         yield post("bomb", path, bomb, **ZSTD)
         if path != "telemetry":  # which is not read
@@ -262,6 +262,12 @@ def train_honestly(client: Any, steps: int, ended: threading.Event | None) -> in
         client.optim_step(adam()).result(60)
         step += 1
     return step
+
+
+def zstd_bomb(size: int) -> bytes:
+    """A small zstd body of `size` zeros, a multiple of 16 MiB."""
+    compressor, zeros = zstandard.ZstdCompressor().compressobj(), bytes(16 << 20)
+    return b"".join(compressor.compress(zeros) for _ in range(size // len(zeros))) + compressor.flush()
 
 
 def peak_mib(pid: int) -> float:
