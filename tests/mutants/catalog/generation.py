@@ -134,7 +134,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a generator's packed head forgets the soft cap",
         "archon/generation/replica.py",
-        "apply_soft_cap(out, module.soft_cap) if isinstance(module, LMHead)",
+        "module.finish_logits(out, x) if isinstance(module, LMHead)",
         "out if isinstance(module, LMHead)",
         ("tests/generation/test_parity.py::test_first_step_ratio_is_one[gemma3_text-1.0]",),
     ),

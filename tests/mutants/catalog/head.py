@@ -13,15 +13,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the head's gradient of hidden states summed over the vocabulary in the compute dtype",
         TILES,
-        "hidden.new_empty(hidden.shape, dtype=wide) if needs_hidden",
-        "hidden.new_empty(hidden.shape) if needs_hidden",
+        "x.new_empty(x.shape, dtype=wide) if x is not None and needed",
+        "x.new_empty(x.shape, dtype=x.dtype if x is hidden else wide) if x is not None and needed",
         ("tests/models/test_head.py",),
     ),
     Mutant(
         "the head's gradient of its weight summed over the rows in the compute dtype",
         TILES,
-        "weight.new_empty(weight.shape, dtype=wide) if needs_weight",
-        "weight.new_empty(weight.shape) if needs_weight",
+        "x.new_empty(x.shape, dtype=wide) if x is not None and needed",
+        "x.new_empty(x.shape, dtype=x.dtype if x is weight else wide) if x is not None and needed",
         ("tests/models/test_head.py",),
     ),
     Mutant(
@@ -160,8 +160,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a later tile of the head's kernel starts the gradient of the weight again",
         TILES,
-        "accumulate_matmul(weight_grad, grad.t(), self.hidden[tile], first=tile.start == 0)",
-        "accumulate_matmul(weight_grad, grad.t(), self.hidden[tile], first=True)",
+        "accumulate_matmul(matrix_grad, grad.t(), rows[tile], first=tile.start == 0)",
+        "accumulate_matmul(matrix_grad, grad.t(), rows[tile], first=True)",
         (f"{KERNEL_TESTS}::test_weighted_loss_of_the_head",),
     ),
     Mutant(
