@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.xdist_group("training_service")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("training_service")]
 tinker = pytest.importorskip("tinker")
 
 from archon.cli.serve_training import make_server, make_trainer  # noqa: E402
