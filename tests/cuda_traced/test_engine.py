@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from archon.engine import build
+from archon.engine import build, initialize
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models import get_model_spec
@@ -155,6 +155,7 @@ def test_adapter(
     """The frozen weights are not read: that is done in threads, which are not traced."""
     traced(hf["model_type"], "auto", "engine: step of a LoRA adapter")
     monkeypatch.setattr(build, "load_hf_weights", lambda *_: None)
+    monkeypatch.setattr(initialize, "require_shapes", lambda *_: None)
     with made(tmp_path, hf, lora=LORA, init_from_scratch=False) as (engine, trace):
         check_step(engine, trace, sft_batch(), CrossEntropyLoss())
         assert trace.waits == READ_ONCE
