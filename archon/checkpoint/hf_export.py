@@ -39,6 +39,8 @@ from archon.schema.errors import CheckpointError
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 ASSETS = (GENERATION_CONFIG_FILE, *TOKENIZER_FILES, NAMED_TEMPLATES, *PROCESSOR_FILES)
 """Names that `copy_assets` writes."""
+MODEL_CARD = "README.md"
+"""Card that a run writes into its export."""
 MAX_SHARD_BYTES = 5 * 10**9
 ExportDtype = torch.dtype | Literal["like"] | None
 """See `save_hf`."""
@@ -360,4 +362,6 @@ def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> Non
 
 def _is_exported(name: str) -> bool:
     """Return whether an export has a file of this name."""
-    return name in {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, *ASSETS} or fnmatch.fnmatch(name, "model-*-of-*.safetensors")
+    return name in {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, MODEL_CARD, *ASSETS} or fnmatch.fnmatch(
+        name, "model-*-of-*.safetensors"
+    )

@@ -71,6 +71,7 @@ def write_run_report(runner: Runner, config: BaseModel) -> None:
 
     The report has curves as PNG if matplotlib is installed.
     """
+    from archon.checkpoint.hf_export import MODEL_CARD
     from archon.tools.report import load_run, write_report
     from archon.tools.report.summary import model_card, next_command
 
@@ -79,7 +80,7 @@ def write_run_report(runner: Runner, config: BaseModel) -> None:
         page, *_ = write_report(runner.directory.path, curves=importlib.util.find_spec("matplotlib") is not None)
         runner.log(f"report: {page}")
         if export.is_dir():
-            write_text(export / "README.md", model_card(load_run(runner.directory.path, trajectories=False)))
+            write_text(export / MODEL_CARD, model_card(load_run(runner.directory.path, trajectories=False)))
     if export.is_dir():
         runner.log(f"export: {export}")
         runner.log(f"next: {next_command(config.model_dump(mode='json'), export)}")

@@ -272,6 +272,7 @@ def test_export_over_its_own_source(tmp_path: Path) -> None:
 def test_export_through_a_link_replaces_what_it_points_to(tmp_path: Path) -> None:
     folder, _ = make_checkpoint(tmp_path / "in")
     archon.save_model(archon.load_model(folder), tmp_path / "real", like=folder)
+    (tmp_path / "real" / "README.md").write_text("the card of a run")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     archon.save_model(archon.load_model(folder), tmp_path / "link", like=folder)
     assert (tmp_path / "link").is_symlink()

@@ -189,7 +189,9 @@ def test_a_rank_between_the_sides_of_a_matrix_is_allowed(tmp_path: Path) -> None
 def test_an_export_keeps_other_files_and_refuses_values_that_are_not_finite(tmp_path: Path) -> None:
     engine = engine_of(base_of("llama", tmp_path / "base"), lora={"rank": 2, "init": "random"})
     engine.save(tmp_path / "adapter", "peft")
+    (tmp_path / "adapter" / "README.md").write_text("the card of a run")
     engine.save(tmp_path / "adapter", "peft")  # replaces its own files
+    assert not (tmp_path / "adapter" / "README.md").exists()
     (tmp_path / "adapter" / "notes.txt").write_text("keep me")
     with pytest.raises(
         CheckpointError, match=r"it holds 'notes.txt', which is not part of a LoRA export and would be lo"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from archon.checkpoint.atomic import replaced_export, write_json
-from archon.checkpoint.hf_export import ASSETS, copy_assets
+from archon.checkpoint.hf_export import ASSETS, MODEL_CARD, copy_assets
 from archon.checkpoint.hub import CONFIG_FILES, model_folder
 from archon.checkpoint.peft.config import CONFIG_FILE, config_fields, fused_size
 from archon.checkpoint.peft.layout import PREFIX, Pair, PeftTensor, key_pairs, magnitude_key, peft_tensors
@@ -170,7 +170,7 @@ def write_lora(
     tokenizer: Any = None,
     dropout: float = 0.0,
 ) -> None:
-    """Write a LoRA as `save_lora` does, from the one rank that calls it."""
+    """Write a LoRA like `save_lora`, from the calling rank alone."""
     target, saved = Path(os.path.realpath(path)), _saved_keys(adapter, modules or {})
     _write(target, adapter, _plans(adapter, sizes, experts), tensors, saved, base, tokenizer, dropout)
 
@@ -216,7 +216,8 @@ def _write(
             raise CheckpointError(f"{target}: {key!r} has values that are not finite")
     modules = [plan.target for plan in plans if not plan.is_parameter]
     parameters = [plan.target for plan in plans if plan.is_parameter]
-    with replaced_export(target, {CONFIG_FILE, WEIGHTS_FILE, *ASSETS}.__contains__, "a LoRA export") as folder:
+    names = {CONFIG_FILE, WEIGHTS_FILE, MODEL_CARD, *ASSETS}
+    with replaced_export(target, names.__contains__, "a LoRA export") as folder:
         tied = tied_keys(adapter)
         saved_modules = outer_modules(key for key in saved if tied is None or key != tied[1])
         ties_weights = tied is not None and tied[0] in saved

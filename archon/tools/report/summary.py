@@ -1,4 +1,4 @@
-"""What a run did, in a few lines: for the first screen of its report and for the model card of its export."""
+"""Summary of a run, for the first screen of its report and the model card of its export."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def next_command(config: Mapping[str, Any], export: Path) -> str:
 
 
 def model_card(run: RunData) -> str:
-    """Return the README.md of an export: what was trained, how, and with which result. Equal runs have equal cards."""
+    """Return the README.md of an export: model, data, method and results. Equal runs have equal cards."""
     config = _config(run)
     model = _section(config, "actor") or _section(config, "model")
     base, lora = _text(model.get("path")), _section(model, "lora")
@@ -108,10 +108,8 @@ def _cell(text: str) -> str:
 
 def _method(config: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     lora = _section(model, "lora")
-    ranks = [_section(_section(lora, "loras"), name).get("rank") for name in _section(lora, "loras")] or [
-        lora.get("rank")
-    ]
-    weights = f"LoRA of rank {', '.join(map(_text, ranks))}" if lora else "all weights"
+    loras = [_section(_section(lora, "loras"), name) for name in _section(lora, "loras")] or [lora]
+    weights = ", ".join(map(_lora, loras)) if lora else "all weights"
     if "actor" in config:
         reward = config.get("reward")
         name = _text(reward.get("model") if isinstance(reward, dict) else reward) or _text(config.get("workflow"))
@@ -120,3 +118,8 @@ def _method(config: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     if "loss" in config:
         return f"preference training: loss {_text(config['loss'])}, {weights}"
     return f"supervised fine-tuning: {weights}" if model else ""
+
+
+def _lora(lora: Mapping[str, Any]) -> str:
+    """Describe a LoRA; a folder that it starts from sets its ranks."""
+    return f"LoRA from {_text(lora['path'])}" if lora.get("path") else f"LoRA of rank {_text(lora.get('rank'))}"

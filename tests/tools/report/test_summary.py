@@ -53,6 +53,11 @@ def test_without_evaluations_tenths_of_the_run_are_compared(tmp_path: Path) -> N
     run = run_of(tmp_path / "run", {"model": MODEL}, [{"loss": float(step)} for step in range(20)])
     assert results(run.series) == {"training loss": "0.5 → 18.5"}
     assert summarize(run)["Method"] == "supervised fine-tuning: all weights"
+    continued = {"model": MODEL | {"lora": {"rank": 16, "path": "adapter"}}}
+    assert (
+        summarize(run_of(tmp_path / "lora", continued, [{"loss": 1.0}]))["Method"]
+        == "supervised fine-tuning: LoRA from adapter"
+    )
     single = run_of(tmp_path / "single", {"model": MODEL}, [{"eval/loss": 2.0}])
     assert results(single.series) == {}
 
