@@ -81,10 +81,10 @@ COMMANDS = {" ".join(words): words for words in commands()}
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 def test_every_command_of_the_pages_exists_with_its_options_and_keys(words: list[str]) -> None:
-    if words[0] == "launch":
-        words = words[next(i for i, word in enumerate(words) if i and word in EXAMPLES) :]
-    name, *arguments = [word for word in words if word not in ("&", "--help")]
     group = typer.main.get_command(app)
+    if words[0] == "launch":
+        words = words[next(i for i, word in enumerate(words) if i and word in group.commands) :]
+    name, *arguments = [word for word in words if word not in ("&", "--help")]
     context = group.commands[name].make_context(name, arguments)  # parses, and raises for unknown options
     if name in train.RUNS:
         keys = {f"{leaf}." for leaf in leaves(import_schema(train.RUNS[name].config))}
