@@ -46,7 +46,16 @@ def command(
     from archon.schema.errors import ConfigError
 
     if path is None:
-        used = {"--layout": layout != "d1", "--rank": rank is not None, "--fresh": fresh, "--lora": lora is not None}
+        used = {
+            "--layout": layout != "d1",
+            "--rank": rank is not None,
+            "--tokens": tokens != 4096,
+            "--micro-batches": micro_batches != 1,
+            "--dtype": dtype != "bfloat16",
+            "--fresh": fresh,
+            "--lora": lora is not None,
+            "--stall-seconds": stall_seconds is not None,
+        }
         if needing := [name for name, is_used in used.items() if is_used]:
             raise ConfigError(f"{needing[0]} needs PATH, a checkpoint; without PATH the installation is checked")
         from archon.tools.doctor.installation import check_installation
