@@ -176,6 +176,7 @@ class Queues:
             self._tokens -= task.n_tokens
             self._fail(task, UserError(reason))
         self._thread.submit(self._trainer.remove, model)
+        self._thread.submit(self.activity.remove, model)  # a running batch may have counted tokens since
 
     def waiting(self, model: str | None = None) -> int:
         """Return the number of waiting requests of a model, or of all models."""
@@ -225,7 +226,7 @@ class Queues:
                 if isinstance(outcome, BaseException):
                     self._fail(task, outcome)
                 else:
-                    if task.kind == "short":
+                    if task.kind == "short" and model in self._queues:
                         self.activity.stepped(model)
                     self._finish(task.future, outcome, task.loss is not None)
                 queue = self._queues.get(model)
