@@ -51,7 +51,7 @@ class RolloutBatch:
         prompts: the prompt of each group.
         counts: counts of prompts, episodes, dropped samples and failures.
         numbers: means of the values that workflows recorded.
-        reward: mean of all answers of the step, those of dropped groups included; None if unknown.
+        reward: mean over all answers of the step, including dropped groups; None if unknown.
         dropped: all groups, if zero variance dropped every one.
     """
 

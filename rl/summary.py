@@ -42,7 +42,9 @@ def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
         }
         if "truncated" in batch.trajectories:
             metrics["truncated"] = batch.trajectories["truncated"].double().mean().item()
-    if batch.reward is not None:  # of every answer: dropping groups of equal rewards would hide progress
+    if (
+        batch.reward is not None
+    ):  # over all answers: without the dropped groups of equal rewards, it would hide progress
         metrics["reward"] = batch.reward
     if generated := batch if batch else batch.dropped:
         metrics["nonzero_rewards"] = (generated.trajectories["rewards"] != 0).double().mean().item()

@@ -80,10 +80,10 @@ def model_folder(path: str | os.PathLike[str], patterns: tuple[str, ...] = WEIGH
 
 
 def checkpoint_folder(path: str | os.PathLike[str], patterns: tuple[str, ...] = WEIGHT_FILES) -> Path:
-    """Return the folder of a checkpoint, which is a path or a hub id (`model_folder`).
+    """Return the folder of a checkpoint, given as a path or a hub id (`model_folder`).
 
     Raises:
-        CheckpointError: it is no existing folder, nor a model that is available from the hub or its cache.
+        CheckpointError: it is neither an existing folder nor a model on the hub or in its cache.
     """
     folder = model_folder(path, patterns)
     if not folder.exists():
@@ -100,7 +100,7 @@ def config_file(path: str | os.PathLike[str]) -> Path:
     """Return the `config.json` of a checkpoint folder or a hub id, without importing PyTorch.
 
     Raises:
-        CheckpointError: the folder is missing, or holds something else; the error says what.
+        CheckpointError: the folder is missing or not a checkpoint; the error describes its content.
     """
     folder = checkpoint_folder(path, CONFIG_FILES)
     file = folder / CONFIG_FILE

@@ -41,7 +41,7 @@ def command(
 ) -> None:
     """Generate answers to prompts."""
     if parse_hub_id(path) is None:
-        config_file(path)  # within a second: the rest imports PyTorch
+        config_file(path)  # fails before PyTorch is imported, which takes seconds
     from archon.cli.generate_config import GenerateConfig
 
     resolved = load_config(GenerateConfig, config, overrides or [])

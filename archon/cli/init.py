@@ -57,7 +57,7 @@ total_steps: 100""",
 
 
 class Answers(NamedTuple):
-    """What a configuration is written from; see the options of the command."""
+    """Answers that determine a configuration; see the options of the command."""
 
     task: Task
     model: str

@@ -96,7 +96,7 @@ def launch(config: Any, arguments: Sequence[str]) -> int:
         return 0
     except ChildFailedError as error:
         code = _first_failure(error.failures)[1].exitcode
-        # A signal to one rank stops all of them: they have saved, and have said so. torchrun ends the slower ones.
+        # A signal to one rank stops all ranks. They have saved and logged it, so there is no failure to report.
         if code not in STOPPED:
             is_kept = _report(folder, error.failures, str(error))
         return code if code > 0 else 1

@@ -129,7 +129,7 @@ def plan_request(file: Path) -> dict[str, Any]:
 
 
 def planned_lora(names: BaseStateDictAdapter, fields: dict[str, Any]) -> tuple[dict[str, LoRASize], tuple[str, ...]]:
-    """Return the LoRA size of each target matrix, and the saved parameters, by native name; of fields of `model.lora`.
+    """Return LoRA sizes by native name, and native names of saved modules, for fields of `model.lora`.
 
     Raises:
         ConfigError: The fields describe several LoRAs.

@@ -90,7 +90,7 @@ def exit_with(run: Callable[[], int]) -> NoReturn:
 def run_training(command: str, file: Path | None, overrides: list[str], dry_run: bool, gpu: str | None = None) -> int:
     """Run a command of `RUNS`, or with `dry_run` check its configuration, for `gpu` if set. Returns the exit code."""
     run = RUNS[command]
-    require_files(read_values(file, overrides), run.model)  # within a second: the rest imports PyTorch
+    require_files(read_values(file, overrides), run.model)  # fails before PyTorch is imported, which takes seconds
     import archon.rl as rl
     from archon.schema.errors import ConfigError
 

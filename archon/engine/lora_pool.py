@@ -63,8 +63,8 @@ class PooledLoRA:
         sizes: LoRA sizes by native matrix name.
         parameters: the trained parameters, by their name in a model with only this LoRA. Their gradients are complete.
         optimizer: AdamW over the parameters.
-        parts: what this rank's model computes with: the parameters, or on several ranks views of their regions with
-            gradients that are terms of a sum over ranks.
+        parts: parameters of this rank's model and their regions. In one process they are `parameters`; on several
+            ranks they are views of them, whose gradients are summed over ranks.
     """
 
     sizes: Mapping[str, LoRASize]
@@ -98,7 +98,7 @@ class LoRAPool:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's results count: one of the ranks that share documents does."""
+        """Whether this rank reports results: exactly one of the ranks with the same documents does."""
         runner, ranks = self._engine.built.runner, self.ranks
         return (isinstance(runner, MicroBatchRunner) or runner.is_last) and ranks.cp.rank == ranks.tp.rank == 0
 
@@ -200,8 +200,8 @@ class LoRAPool:
         if not backward:
             runner.evaluate(parts, loss)
             return
-        # Keep the gradients of earlier calls: an error in the middle must not change them, and a pipeline clears those
-        # of all its parameters.
+        # Keep the gradients of earlier calls: an error in the middle must not change them, and a pipeline clears the
+        # gradients of all its parameters.
         loras = [self[name] for name in dict.fromkeys((*names, *self._accumulated))]
         parameters = [part for lora in loras for part, _ in lora.parts.values()]
         before = [parameter.grad for parameter in parameters]
@@ -300,7 +300,7 @@ class LoRAPool:
                 value.copy_(moments[f"{single}:{key}"])
 
     def _reset_moments(self, name: str) -> None:
-        """Set the moments of a LoRA to those before its first step."""
+        """Reset the moments and the step count of a LoRA to zero."""
         lora = self[name]
         for parameter in lora.parameters.values():
             zeros: dict[str, Tensor] = {key: torch.zeros_like(parameter) for key in MOMENTS}

@@ -75,12 +75,12 @@ Needs = tuple[bool, ...]
 
 
 class HeadOperands(NamedTuple):
-    """Operands of the logits hidden @ weight^T + low @ up^T, which a LoRA of the head adds the second term to.
+    """Operands of the logits hidden @ weight^T + low @ up^T; the second term is the head's LoRA.
 
     Attributes:
         hidden: [N, D].
         weight: [V, D].
-        low: [N, r], hidden after the LoRA's a and scale; None without a LoRA.
+        low: [N, r], scale * hidden @ a^T of the LoRA; None without a LoRA.
         up: [V, r], the LoRA's b; None without a LoRA.
     """
 

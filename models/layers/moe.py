@@ -76,8 +76,8 @@ class ExpertsLayer(FeedForwardSpec):
         balance: add that bias even if checkpoints store none (it then starts at 0), and let
             `archon.engine.router_balance` update it.
         expert_biases: the matrices of each expert have biases.
-        latent_dim: width of a projection of the token, which the routed experts read; a second projection maps the
-            weighted sum of their outputs back. 0 for neither.
+        latent_dim: input and output width of the routed experts, if projections map tokens to it and the weighted
+            sum of outputs back; 0 for the model's width and no projections.
         shared_hidden_dim: inner width of the shared experts, which process every token; 0 for none.
         shared_bias: the shared experts, and the projections of `latent_dim`, have biases.
         shared_gate: multiply the shared experts' output by the sigmoid of a linear function of the token.

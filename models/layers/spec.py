@@ -133,7 +133,7 @@ class FeedForwardSpec(abc.ABC):
         """Return (active, total) parameter counts of its matrices; a token uses the active ones."""
 
     def expert_dim(self, dim: int) -> int:
-        """Return the width of the rows that its experts read and write, in a model of width `dim`."""
+        """Return the input and output width of its experts, in a model of width `dim`."""
         return dim
 
     def with_balancing_bias(self) -> FeedForwardSpec:

@@ -99,7 +99,7 @@ def outer_modules(keys: Iterable[str]) -> list[str]:
 
 
 def train_saved_modules(model: BaseArchonModel, names: Collection[str], dtype: torch.dtype) -> None:
-    """Train the parameters `names` of a model on the meta device with LoRAs, in `dtype`."""
+    """Make the parameters `names` of a LoRA model on the meta device trainable, in `dtype`."""
     model.saved_modules = frozenset(names)
     for name in names:
         owner, _, parameter = name.rpartition(".")
@@ -124,7 +124,7 @@ def original_weights(model: nn.Module, originals: Mapping[str, Tensor]) -> Itera
     if not originals:
         yield
         return
-    reshard(model)  # gathered weights would stay
+    reshard(model)  # FSDP would keep using weights that it has gathered
     shards = {name: local_tensor(p.detach()) for name, p in trained_modules(model).items()}
     trained = {name: shard.clone() for name, shard in shards.items()}
     _copy(shards, originals)

@@ -133,7 +133,7 @@ def rank_parameters(
 
 
 def _count(weights: tuple[ParameterShape, ...], layout: ParallelLayout, rank: int, *, lora: bool) -> ParameterCounts:
-    """Return the counts of the weights that are trained next to a LoRA, or of all others; see `rank_parameters`."""
+    """Return the counts of LoRA and saved weights, or of all other weights; see `rank_parameters`."""
     if lora:
         return count_parameters(tuple(w for w in weights if w.is_lora or w.saved), layout, rank)
     counts = count_parameters(tuple(w for w in weights if not w.is_lora and not w.saved), layout, rank)

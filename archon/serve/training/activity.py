@@ -1,4 +1,4 @@
-"""What the page of the training service shows: loss curves, and tokens per second."""
+"""Loss curves and token rates for the page of the training service."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SECONDS = 120
-"""Seconds of the token rates."""
+"""Number of seconds for which token rates are kept."""
 POINTS = 400
-"""Maximum points of a loss curve; a longer curve keeps every second, fourth, … point."""
+"""Maximum points of a loss curve; a longer curve keeps one of 2, 4, 8, … steps."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class LossCurve:
     _count: int = 0
 
     def add(self, loss: float, tokens: int) -> None:
-        """Count a loss of the next step."""
+        """Add the sum of losses over `tokens` tokens to the next step."""
         self.tokens += tokens
         self._sum, self._count = self._sum + loss, self._count + tokens
 

@@ -626,7 +626,7 @@ class TrainingService:
     # The page
 
     def status(self, owner: str | None) -> dict[str, Any]:
-        """Return what the page shows of a client, or of all clients if `owner` is None."""
+        """Return the data of the page for a client, or for all clients if `owner` is None."""
         now, activity = time.time(), self.queues.activity
         where = "ended=0 AND (? IS NULL OR owner=?) ORDER BY seen DESC LIMIT ?"
         sessions = self.store.query(f"SELECT * FROM sessions WHERE {where}", owner, owner, MAX_SHOWN)

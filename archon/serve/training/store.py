@@ -91,7 +91,7 @@ class Store:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """Remove what a killed server left of unfinished saves and deletions of checkpoints."""
+        """Remove unfinished saves and deletions of checkpoints, left by a killed server."""
         rows = self.query("SELECT model, kind, name FROM checkpoints")
         recorded = {self.folder(row["model"], row["kind"], row["name"]) for row in rows}
         for folder in recorded:

@@ -33,18 +33,18 @@ OPTIONAL = {
 """Extras that users choose, and their purpose."""
 GPU_ONLY = ("flash-attn-4", "fla")
 MIN_DISK = 2 * GIB
-"""Free bytes of a folder below which a run of a small model may fail: its checkpoints, export and report."""
+"""Minimum free bytes of a folder, for checkpoints, export and report of a small model."""
 MIN_SHARED_MEMORY = 2**26
-"""Docker's default for /dev/shm is 64 MiB: too small for pushes and for NCCL."""
+"""Bytes of Docker's default /dev/shm, which is too small for pushes and for NCCL."""
 
 
 class Check(NamedTuple):
     """A finding about the installation.
 
     Attributes:
-        status: "ok"; "missing" for an optional part; "problem" for what stops runs or slows them down.
+        status: "ok"; "missing" for an optional part; "problem" for a part that stops runs or slows them down.
         subject: Name of the part.
-        finding: Its value, and what to do unless the status is "ok".
+        finding: Its value, and the advice unless the status is "ok".
     """
 
     status: Literal["ok", "missing", "problem"]
