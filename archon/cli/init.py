@@ -91,6 +91,7 @@ def command(
         method=method or _ask("--method", "Method (lora, full)", "lora", get_args(Method)),
         reward=reward,
     )
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(configuration(answers, output), encoding="utf-8")
     print(f"wrote {output}; next:\n  {check(answers, output)}\n  {start(answers, output)}")
 
@@ -101,9 +102,10 @@ def _ask(option: str, question: str, default: str | int, allowed: Sequence[str] 
         raise ConfigError(f"{option} is missing, and standard input is not a terminal to ask on; set it")
     while True:
         answer = typer.prompt(question, default=default, type=type(default))
-        if not allowed or answer in allowed:
+        is_negative = isinstance(answer, int) and answer < 0
+        if not is_negative and (not allowed or answer in allowed):
             return answer
-        print(f"expected {' or '.join(allowed)}")
+        print(f"expected {' or '.join(allowed) or 'at least 0'}")
 
 
 def start(answers: Answers, file: Path) -> str:

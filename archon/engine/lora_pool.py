@@ -325,11 +325,15 @@ class LoRAPool:
             return {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
 
         self.add(name, sizes, seed=0)
-        self.load(name, part(_WEIGHT), part(_MOMENT))
-        for single, grad in part(_GRADIENT).items():
-            parameter = self[name].parameters[single]
-            parameter.grad = grad.to(parameter.device, copy=True)
-            self._accumulated.add(name)
+        try:
+            self.load(name, part(_WEIGHT), part(_MOMENT))
+            for single, grad in part(_GRADIENT).items():
+                parameter = self[name].parameters[single]
+                parameter.grad = grad.to(parameter.device, copy=True)
+                self._accumulated.add(name)
+        except BaseException:  # such as no memory: half of a LoRA must not answer the next request
+            self.remove(name)
+            raise
 
 
 def _models(engine: ArchonEngine) -> list[nn.Module]:

@@ -63,16 +63,16 @@ def test_the_written_configuration_is_accepted(archon: Any, folder: Path, task: 
 
 def test_a_terminal_asks_what_is_missing_until_the_answer_is_one(folder: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "archon", "init", "--model", "my model", "--output", "asked.yaml"]
+    command = [sys.executable, "-m", "archon", "init", "--model", "my model", "--output", "new/asked.yaml"]
     with subprocess.Popen(
         command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        os.write(ours, b"poetry\npreference\npreference.jsonl\nmany\n\n\n")
+        os.write(ours, b"poetry\npreference\npreference.jsonl\nmany\n-3\n\n\n")
         said = process.communicate(timeout=60)[0]
     os.close(ours), os.close(theirs)
     assert process.returncode == 0, said
-    assert "expected sft or preference or rl" in said
-    values = yaml.safe_load((folder / "asked.yaml").read_text())
+    assert "expected sft or preference or rl" in said and "expected at least 0" in said
+    values = yaml.safe_load((folder / "new" / "asked.yaml").read_text())
     assert values["train_data"]["path"] == "preference.jsonl" and "loss" in values
     assert values["model"]["layout"] == "d1" and values["model"]["lora"]["rank"] == 16
 
