@@ -90,19 +90,18 @@ def exit_with(run: Callable[[], int]) -> NoReturn:
 def run_training(command: str, file: Path | None, overrides: list[str], dry_run: bool, gpu: str | None = None) -> int:
     """Run a command of `RUNS`, or with `dry_run` check its configuration, for `gpu` if set. Returns the exit code."""
     run = RUNS[command]
-    require_files(read_values(file, overrides), run.model)  # fails before PyTorch is imported, which takes seconds
+    from archon.rl.compat.areal.config import reject_areal_config
+
+    values = read_values(file, overrides)
+    reject_areal_config(values, str(file or "config"))
+    require_files(values, run.model)  # fails before PyTorch is imported, which takes seconds
     import archon.rl as rl
     from archon.schema.errors import ConfigError
 
     config_type: Any = getattr(rl, run.config.partition(":")[2])
-    from archon.rl.compat.areal.config import reject_areal_config
     from archon.rl.compat.trinity.config import translate
 
-    def read(values: dict[str, Any], source: str) -> dict[str, Any]:
-        reject_areal_config(values, source)
-        return translate(values, source) if command == "rl" else values
-
-    config = load_config(config_type, file, overrides, read)
+    config = load_config(config_type, file, overrides, translate if command == "rl" else None)
     bootstrap = read_bootstrap(config.bootstrap)
     if dry_run:
         from archon.cli import check
