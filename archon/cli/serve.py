@@ -221,11 +221,14 @@ def make_server(
 
 async def serve(server: AgentServer, host: str, port: int) -> None:
     """Serve until SIGINT or SIGTERM."""
+    from archon.serve.preparation import skip_loaded_objects
+
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     url = await server.start(host, port)
+    skip_loaded_objects()
     try:
         print(f"serving {server.model} at {url} (Ctrl-C to stop)", flush=True)
         await stop.wait()

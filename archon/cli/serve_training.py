@@ -136,6 +136,8 @@ async def serve(
     port: int,
 ) -> None:
     """Serve until SIGINT or SIGTERM, or until a rank is lost, which raises its error."""
+    from archon.serve.preparation import skip_loaded_objects
+
     server = make_server(path, config, tokens, state, trainer)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -147,6 +149,7 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     url = await server.serve(host, port)
+    skip_loaded_objects()
     try:
         print(f"training {server.model} at {url} (Ctrl-C to stop)", flush=True)
         await stop.wait()

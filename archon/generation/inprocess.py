@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,10 @@ logger = logging.getLogger(__name__)
 REPLICA_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 SCORING_TRIES = 3
 """Number of tries in a thread. If the weights change during each of them, the event loop computes the scores."""
+LONG_STEP_SECONDS = 0.02
+"""Seconds after which a step is long: other tasks of the event loop get several turns after it."""
+TURNS_AFTER_LONG_STEP = 16
+"""Turns of the event loop after a long step. A server needs about six to accept and answer a small request."""
 _DEFAULT_MEMORY_FRACTION = 0.25  # maximum share of the free memory for a cache of unspecified size
 
 
@@ -538,8 +543,11 @@ class InProcessEngine:
     async def _run(self) -> None:
         try:
             while self._generator.scheduler.has_work and not self._paused:
+                begun = time.perf_counter()
                 self._generator.step()
-                await asyncio.sleep(0)
+                long = time.perf_counter() - begun > LONG_STEP_SECONDS
+                for _ in range(TURNS_AFTER_LONG_STEP if long else 1):
+                    await asyncio.sleep(0)
         except UserError as error:  # the callers get its message; a logged traceback would add nothing
             self._generator.fail(error)
         except Exception as error:

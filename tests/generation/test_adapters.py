@@ -139,7 +139,7 @@ async def test_scores_next_to_answers_are_of_one_set_of_weights() -> None:
         await asyncio.sleep(0)  # a thread computes now
         return scoring
 
-    answer = asyncio.create_task(engine.agenerate(asks("one", RAGGED[4], max_new_tokens=20)))
+    answer = asyncio.create_task(engine.agenerate(asks("one", RAGGED[4], max_new_tokens=100)))
     assert (await engine.ascore_prompt(tokens, lora="one")) == engine.score_prompt(tokens, lora="one")
     scoring = await begin("one")
     engine.update_lora("one", other)

@@ -154,7 +154,7 @@ SLOW = FAST | {
     "parts": ("chat/completions", parts, TOO_LONG),
     "invalid parts": ("chat/completions", lambda: parts("tex"), "messages"),
     "invalid token ids": ("completions", lambda: {"prompt": ["x"] + [7.5] * (MAX_ITEMS["prompt"] - 1)}, "prompt"),
-    "nesting": ("chat/completions", lambda: b'{"x": ' + b"[" * 3_000_000 + b"]" * 3_000_000 + b"}", "nested"),
+    "nesting": ("chat/completions", lambda: b'{"x": ' + b"[" * 3_000_000 + b"]" * 3_000_000 + b"}", "values"),
     "prompt": ("completions", lambda: {"prompt": [7] * (CONTEXT - 8), "max_tokens": 4}, "choices"),
     "echo": ("completions", lambda: {"prompt": [7] * (CONTEXT - 8), "max_tokens": 0, "echo": True}, "choices"),
     "scores": ("rollout/score", lambda: {"input_ids": [7] * CONTEXT}, "logprobs"),
