@@ -109,6 +109,7 @@ def test_expectations_are_those_of_the_runs() -> None:
     assert failed({"run": "dpo-seed0", "code": 1}) == ["dpo-seed0 did not end well"]
 
 
+@pytest.mark.slow
 def test_a_picture_is_made_of_a_record(tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     record.write_text(json.dumps(line("grpo-seed0", 0.8)) + "\n")

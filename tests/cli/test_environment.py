@@ -63,6 +63,7 @@ def test_processes_that_cannot_join(variables: dict[str, str], reason: str):
     assert f"archon: {reason}" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_command_that_compiles_nothing_leaves_no_folder_for_compiled_code(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

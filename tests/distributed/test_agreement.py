@@ -84,6 +84,7 @@ RUNS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_on_every_rank(ranks: Callable[[int], Pool], folder: Path, tmp_path: Path) -> None:
     starts = [(change, fields) for change, (fields, _) in RUNS.items()]
     for reports in ranks(2).run(start_runs, str(folder), str(tmp_path), starts, timeout=120.0):

@@ -204,6 +204,7 @@ def test_launchers_of_two_hosts_start_one_run(tmp_path: Path) -> None:
     assert sum("replicas after a step: bitwise equal" in output for output in outputs) == 1
 
 
+@pytest.mark.slow
 def test_the_command_leaves_no_temporary_folder_and_refuses_ranks_that_do_not_fit(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "archon", "launch", "--nproc-per-node"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}

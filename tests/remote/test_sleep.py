@@ -192,6 +192,7 @@ def trainer(rl_config: MakeConfig, server: VLLMTwin, monkeypatch: pytest.MonkeyP
     return RLTrainer(RLConfig.parse(run))
 
 
+@pytest.mark.slow
 def test_a_run_whose_server_sleeps_during_updates_is_the_run_in_process(
     rl_config: MakeConfig, trainer: RLTrainer, server: VLLMTwin
 ) -> None:

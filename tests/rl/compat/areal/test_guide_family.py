@@ -166,6 +166,7 @@ def as_llama(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["d2", "t2"])
+@pytest.mark.slow
 def test_mixed_precision_rounds_as_archons_own_parallelize_function(pool: Pool, tmp_path: Path, layout: str) -> None:
     """FSDP's default casts temperatures and loss weights to the compute dtype; the engine keeps them wide."""
     package = Package(tmp_path)
@@ -227,6 +228,7 @@ def embedding_scale(name: str, package: str, folder: str, layout: str) -> float:
     return float(weights["model.embed_tokens.weight"].std())
 
 
+@pytest.mark.slow
 def test_fresh_weights_come_from_an_overridden_init_weights(pool: Pool, tmp_path: Path) -> None:
     package = Package(tmp_path)
     arguments = (package.name, str(tmp_path), str(package.checkpoint()))

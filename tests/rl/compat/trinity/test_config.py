@@ -435,6 +435,7 @@ def trainable(small: dict[str, Any], blank: Path) -> dict[str, Any]:
     return small
 
 
+@pytest.mark.slow
 def test_archon_rl_trains_on_it(trainable: dict[str, Any], run_rl: Any, tmp_path: Path) -> None:
     taskset = trainable["buffer"]["explorer_input"]["taskset"]
     taskset["format"]["system_prompt"] = ""
