@@ -56,7 +56,7 @@ def command(
 
 
 def require_answers(prompts: int, samples: int, name: str) -> None:
-    """Raise ConfigError for too many answers, each of which is an object in memory."""
+    """Raise ConfigError for too many answers; each answer is an object in memory."""
     if prompts * samples > MAX_STEP_ROWS:
         raise ConfigError(
             f"{prompts:,} prompts with {name} = {samples:,} are {prompts * samples:,} answers; expected at most "

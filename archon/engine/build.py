@@ -245,7 +245,7 @@ def check_stages(layout: ResolvedLayout, loras: Mapping[str, LoRASize], saved_mo
 
 
 def _layer_of(name: str, last: int) -> int:
-    """Return the layer in whose stage a parameter is; the embedding and the vision encoder are in the first one."""
+    """Return the layer of a parameter; the embedding and the vision encoder count as a part of the first layer."""
     if name.startswith(VISION_PREFIX) or name == "tok_embeddings.weight":
         return 0
     return int(name.split(".")[1]) if name.startswith("layers.") else last

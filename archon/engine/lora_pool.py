@@ -64,7 +64,7 @@ class PooledLoRA:
         parameters: the trained parameters, by their name in a model with only this LoRA. Their gradients are complete.
         optimizer: AdamW over the parameters.
         parts: parameters of this rank's model and their regions. In one process they are `parameters`; on several
-            ranks they are views of them, whose gradients are summed over ranks.
+            ranks they are views of `parameters`, and their gradients are summed over ranks.
     """
 
     sizes: Mapping[str, LoRASize]
@@ -98,7 +98,7 @@ class LoRAPool:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports results: exactly one of the ranks with the same documents does."""
+        """Whether this rank reports results. Of the ranks with the same documents, exactly one reports."""
         runner, ranks = self._engine.built.runner, self.ranks
         return (isinstance(runner, MicroBatchRunner) or runner.is_last) and ranks.cp.rank == ranks.tp.rank == 0
 

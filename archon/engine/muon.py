@@ -21,7 +21,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of x -> a x + b x^3 + c x^5, which moves singular values near 1 (Jordan et al. 2024)."""
 NEWTON_SCHULZ_STEPS = 5
 UPDATE_RMS = 0.2
-"""Root mean square of an update per unit of learning rate: that of AdamW (Liu et al. 2025, section 2.2)."""
+"""Root mean square of an update per unit of learning rate, as large as AdamW's (Liu et al. 2025, section 2.2)."""
 
 
 class Muon(Optimizer):
@@ -136,7 +136,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 def _orthogonalize_all(wholes: list[Tensor]) -> list[Tensor]:
-    """Orthogonalize matrices and stacks; those of one shape at once."""
+    """Orthogonalize matrices and stacks; matrices of the same shape are computed together."""
     by_shape = defaultdict[torch.Size, list[int]](list)
     for index, whole in enumerate(wholes):
         by_shape[whole.shape[-2:]].append(index)
@@ -150,7 +150,7 @@ def _orthogonalize_all(wholes: list[Tensor]) -> list[Tensor]:
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """Return the device of collectives, which is not that of an offloaded parameter."""
+    """Return the device of collectives; an offloaded parameter is on another device."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.device_type == parameter.device.type:
         return parameter.device
     return torch.device(parameter.device_mesh.device_type, torch.cuda.current_device())

@@ -148,7 +148,7 @@ def _folder(config: PushConfig, urls: Sequence[str], is_main: bool) -> tuple[Pat
 
 
 def _lock(folder: Path) -> Callable[[], None]:
-    """Lock a folder of pushes, of which a trainer removes all but the last. Return what unlocks it."""
+    """Lock a folder of pushes, because a trainer removes all pushes but the last. Return what unlocks it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -200,7 +200,7 @@ class PreferenceTrainer(SFTTrainer):
         return metrics, derivative
 
     def _measure_labeled(self, answers: Answers, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Tensor]:
-        """Return metrics of labeled answers, and the derivative [2 A]; that of a mismatched answer is 0."""
+        """Return metrics of labeled answers, and the derivative [2 A], which is 0 for a mismatched answer."""
         config, labels = self.config, torch.tensor([row["label"] for row in rows])
         weights = (config.desirable_weight or 1.0, config.undesirable_weight or 1.0)
         values = answers.values[::2].detach().requires_grad_()

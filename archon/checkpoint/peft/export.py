@@ -40,7 +40,7 @@ class LoRAWeights:
 
     Attributes:
         stop_ids: ids that end an answer; None for the stop ids of the base model.
-        modules: whole tensors of saved modules by native name, which replace those of the base.
+        modules: whole tensors of saved modules by native name; they replace the base's tensors of these names.
         base_layers: the base's embedding and head, if the folder has them; merging checks them.
     """
 

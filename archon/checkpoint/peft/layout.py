@@ -41,7 +41,7 @@ class PeftTensor:
         out_features: output size, per expert.
         in_features: input size, per expert.
         transposed: whether the parameter has shape [E, in, out] instead of [E, out, in].
-        is_embedding: whether it is the token embedding, whose A [r, vocab] is looked up.
+        is_embedding: whether it is the token embedding; its A [r, vocab] is a table that is looked up by token.
     """
 
     name: str
@@ -111,7 +111,7 @@ class PeftTensor:
         return rows.squeeze(1)
 
     def split_magnitudes(self, magnitudes: Tensor) -> list[Tensor]:
-        """Split the magnitudes [out] of a tensor into those of its parts; the reverse of `fuse_magnitudes`."""
+        """Split the magnitudes [out] of a tensor into the magnitudes of its parts; the reverse of `fuse_magnitudes`."""
         return [_extract(target, magnitudes.unsqueeze(1)).squeeze(1) for target in self.parts]
 
     def to_file(self, pair: Pair) -> Pair:

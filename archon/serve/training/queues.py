@@ -54,7 +54,7 @@ class Task:
 
     @property
     def kind(self) -> str | None:
-        """Tasks of one kind run together; None: alone."""
+        """Kind of the task. Tasks of the same kind run together; a task without a kind runs alone."""
         if self.loss is not None:
             return "backward" if self.loss.backward else "forward"
         return "short" if self.short else None
@@ -106,8 +106,8 @@ class Queues:
     """Runs the requests of all models in one engine thread.
 
     Clients take turns, and so do the models of a client. A batch starts with one model, and waiting losses of the other
-    models join it. Optimizer steps come first, and a batch waits briefly for models whose next request is expected:
-    clients that train at the same time then share batches.
+    models join it. Optimizer steps come first, and a batch waits briefly for models that will soon send a request,
+    so that clients that train at the same time share batches.
 
     Args:
         trainer: used in the engine thread only.
@@ -234,7 +234,7 @@ class Queues:
                     queue.idle_since, queue.awaited = time.monotonic(), True
 
     def _window(self, ready: Sequence[ModelQueue]) -> float:
-        """Return the seconds for which a batch of losses waits for models whose next request is expected."""
+        """Return the seconds that a batch of losses waits for models that will soon send a request."""
         heads = [queue.head for queue in ready]
         if any(task is None or task.loss is None for task in heads):
             return 0.0
@@ -250,7 +250,7 @@ class Queues:
         return max(ends - now, 0.0) if late else 0.0
 
     def _next(self, ready: list[ModelQueue]) -> list[tuple[str, Task]]:
-        """Remove the next requests: those of one kind of several models, or one that runs alone."""
+        """Remove the next requests: requests of the same kind from several models, or one that runs alone."""
         ready.sort(
             key=lambda queue: (queue.head.kind != "short", self._owner_turns.get(queue.owner, 0), queue.turn)  # type: ignore[union-attr]
         )

@@ -370,7 +370,7 @@ async def page(request: Request) -> Response:
 
 @app.get("/status")
 async def status(request: Request) -> dict[str, Any]:
-    """Return the status of the client; without tokens, which is allowed only on loopback, that of all clients."""
+    """Return the status of the client. A server without tokens (loopback only) returns the status of all clients."""
     owner, service = _owner(request), _service(request)
     return service.status(owner if service.tokens else None)
 

@@ -74,7 +74,7 @@ class Trainer:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank serves and writes files."""
+        """Whether this rank answers the clients and writes files."""
         return True
 
     def _agree(self, work: Callable[[], Result]) -> Result:
@@ -318,7 +318,7 @@ class _RequestLosses:
         return results
 
     def _exchange(self, pool: LoRAPool) -> None:
-        """Add the results of the other ranks, each of which has those of its documents."""
+        """Add the results of the other ranks; each rank has the results of its own documents."""
         if pool.world_size == 1:
             return
         shapes = {
