@@ -83,6 +83,14 @@ class Worker:
             self.missing = answer["error"]
             self.close()
 
+    @classmethod
+    def start(cls, module: str, side: str, options: Mapping[str, Any]) -> Worker:
+        """Return a worker that can run. Raises BenchmarkError if it cannot."""
+        worker = cls(module, side, options)
+        if worker.missing is not None:
+            raise BenchmarkError(f"{side}: {worker.missing}")
+        return worker
+
     def run(self, **request: Any) -> dict[str, Any]:
         """Do one run. Returns its seconds, its memory and the side's results. Raises BenchmarkError if it fails."""
         answer = self._ask({"run": True, **request})

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -235,9 +236,10 @@ def measure(options: argparse.Namespace, folder: Path, write: Callable[[dict[str
     made = {"threads": options.threads, "folder": str(folder), "model": options.model}
     rounds: list[dict[str, Any]] = []
     served = 0.0
-    with closing(started("bare", made)) as generator, Server(folder, options.threads) as server:
+    start = partial(Worker.start, "benchmarks.serve_load")
+    with closing(start("bare", made)) as generator, Server(folder, options.threads) as server:
         idle = sample(server.process.pid)
-        with closing(started("agents", {"threads": 1, "url": server.url, "turns": options.turns})) as crowd:
+        with closing(start("agents", {"threads": 1, "url": server.url, "turns": options.turns})) as crowd:
             last = crowd.run(number=0)
             generator.run(conversations=last["conversations"])
             with Watch(server.process.pid) as watch:
@@ -281,14 +283,6 @@ def one_round(number: int, served: dict[str, Any], alone: dict[str, Any]) -> dic
     row["ratio"] = row["served_tokens_per_second"] / row["bare_tokens_per_second"]
     row["cpu_ratio"] = row["served_tokens_per_cpu_second"] / row["bare_tokens_per_cpu_second"]
     return row
-
-
-def started(side: str, options: dict[str, Any]) -> Worker:
-    """Start a process next to the server. Raises BenchmarkError if it cannot run."""
-    worker = Worker("benchmarks.serve_load", side, options)
-    if worker.missing is not None:
-        raise harness.BenchmarkError(f"{side}: {worker.missing}")
-    return worker
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -259,13 +260,9 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool) -> None
 
 def first_seconds(side: str, options: dict[str, Any]) -> float:
     """Return the seconds of the first two steps of a side, in a separate process."""
-    worker = Worker("benchmarks.speed", side, options)
-    try:
-        if worker.facts is None:
-            raise harness.BenchmarkError(f"{side}: {worker.missing}")
+    with closing(Worker.start("benchmarks.speed", side, options)) as worker:
+        assert worker.facts is not None
         return float(worker.facts["seconds"])
-    finally:
-        worker.close()
 
 
 def main() -> None:

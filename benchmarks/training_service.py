@@ -154,7 +154,7 @@ class Clients:
         self.workers = []
         for number in range(max(options.clients)):
             made = {"threads": 1, "number": number, "url": server.url, "base": str(base)}
-            self.workers.append(started("client", made))
+            self.workers.append(Worker.start("benchmarks.training_service", "client", made))
             stack.callback(self.workers[-1].close)
 
     def train(self, case: str, numbers: Sequence[int], name: str) -> tuple[float, dict[int, Path]]:
@@ -227,14 +227,6 @@ def outcome(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict
     return found | {"passed": found["ratio"] >= AIM and found["weights_difference"] <= WEIGHTS}
 
 
-def started(side: str, options: dict[str, Any]) -> Worker:
-    """Start a worker. Raises BenchmarkError if it cannot run."""
-    worker = Worker("benchmarks.training_service", side, options)
-    if worker.missing is not None:
-        raise harness.BenchmarkError(f"{side}: {worker.missing}")
-    return worker
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, help="JSON lines, overwritten")
@@ -258,7 +250,8 @@ def main() -> None:
             say(f"  {row}")
 
         base, state = Path(folder) / "checkpoint", Path(folder) / "state"
-        started("checkpoint", {"threads": 1, "folder": str(base), "model": options.model}).close()
+        made = {"threads": 1, "folder": str(base), "model": options.model}
+        Worker.start("benchmarks.training_service", "checkpoint", made).close()
         server = stack.enter_context(Server(base, state, options.threads, "max_models=4096"))
         clients = Clients(stack, server, base, state, options)
         found = []

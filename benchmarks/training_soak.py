@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from archon.tools.bench.origin import commit, machine
-from benchmarks.harness import ROOT, BenchmarkError, say
-from benchmarks.training_service import Server, difference, started
+from benchmarks.harness import ROOT, BenchmarkError, Worker, say
+from benchmarks.training_service import Server, difference
 from benchmarks.watch import Watch, sample, verdict
 
 STEPS, SAVE_EVERY, SAMPLE_EVERY = 60, 10, 15
@@ -354,7 +354,8 @@ def passed(found: dict[str, Any]) -> bool:
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the outcome of each part."""
     base = folder / "checkpoint"
-    started("checkpoint", {"threads": 1, "folder": str(base), "model": "tiny"}).close()
+    made = {"threads": 1, "folder": str(base), "model": "tiny"}
+    Worker.start("benchmarks.training_service", "checkpoint", made).close()
     for part in ("clients", "server"):
         if not (options.minutes if part == "clients" else options.server_kills):
             continue

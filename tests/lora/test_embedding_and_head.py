@@ -16,11 +16,10 @@ from archon.checkpoint.peft.export import export_lora, read_lora_weights
 from archon.models.layers.head import LMHead
 from archon.models.lora.layers import LoRALayer
 from archon.rl.servers import _pushes_lora
-from archon.rl.weight_sync import build_inprocess_engine, engine_weights
+from archon.rl.weight_sync import build_inprocess_engine
 from archon.schema.errors import CheckpointError, ConfigError, RolloutError
-from tests.generation.models import request, trainer_logprobs
 from tests.lora.oracle import TOKENS, TOLERANCE, base_of, difference, engine_of, logits_of, their_logits, theirs
-from tests.lora.test_saved_modules import train
+from tests.lora.test_saved_modules import check_pushed_policy, train
 from tests.lora.tiny import rl_run
 
 TARGETS = ["q_proj", "embed_tokens", "lm_head"]
@@ -84,14 +83,7 @@ def test_the_generator_computes_the_trainers_policy_after_every_push(
 ) -> None:
     base = untied(model_type, tmp_path / "base")
     engine = engine_of(base, lora=LORA, dtype=dtype, optimizer={"lr": 1e-2})
-    generator = build_inprocess_engine(engine, None, weights="auto", max_slots=2, max_seq_len=64)
-    for _ in range(2):
-        (answer,) = generator.generate([request([5, 9, 2, 7], temperature=0.7, max_new_tokens=12)])
-        expected = trainer_logprobs(engine.full_model, answer.input_tokens, answer.output_tokens, 0.7)
-        found = torch.tensor(answer.output_logprobs, dtype=torch.float64)
-        torch.testing.assert_close(found, expected.double(), rtol=0, atol=error)
-        train(engine)
-        generator.update_weights(engine_weights(engine))
+    check_pushed_policy(engine, error)
 
 
 def test_training_starts_at_the_base_and_the_base_is_the_reference(tmp_path: Path) -> None:

@@ -48,6 +48,18 @@ def train(engine: Any, steps: int = 1) -> list[float]:
     return [engine.train_batch(BATCH, CrossEntropyLoss(), loss_token_count)["loss"] for _ in range(steps)]
 
 
+def check_pushed_policy(engine: Any, error: float) -> None:
+    """Check that a generator samples with the trainer's logprobs, before and after a step and its push."""
+    generator = build_inprocess_engine(engine, None, weights="auto", max_slots=2, max_seq_len=64)
+    for _ in range(2):
+        (answer,) = generator.generate([request([5, 9, 2, 7], temperature=0.7, max_new_tokens=12)])
+        expected = trainer_logprobs(engine.full_model, answer.input_tokens, answer.output_tokens, 0.7)
+        found = torch.tensor(answer.output_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(found, expected.double(), rtol=0, atol=error)
+        train(engine)
+        generator.update_weights(engine_weights(engine))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_pefts(name: str, tmp_path: Path) -> None:
     """Three steps of AdamW from PEFT's folder: every weight and the logits."""
@@ -132,14 +144,7 @@ def test_the_generator_computes_the_trainers_policy_after_every_push(
 ) -> None:
     base, lora = saved_base(name, tmp_path / "base")
     engine = engine_of(base, lora=lora, dtype=dtype, optimizer={"lr": 1e-2})
-    generator = build_inprocess_engine(engine, None, weights="auto", max_slots=2, max_seq_len=64)
-    for _ in range(2):
-        (answer,) = generator.generate([request([5, 9, 2, 7], temperature=0.7, max_new_tokens=12)])
-        expected = trainer_logprobs(engine.full_model, answer.input_tokens, answer.output_tokens, 0.7)
-        found = torch.tensor(answer.output_logprobs, dtype=torch.float64)
-        torch.testing.assert_close(found, expected.double(), rtol=0, atol=error)
-        train(engine)
-        generator.update_weights(engine_weights(engine))
+    check_pushed_policy(engine, error)
 
 
 def test_a_generator_has_copies_of_them(tmp_path: Path) -> None:
