@@ -45,15 +45,16 @@ class Http:
 
     `seconds` limit a whole request, from the connection to the last byte, and `max_bytes` its response. Every method
     raises `ServerError` if the server is at fault, and `RefusedError` if the request is. `sends_key` is False for other
-    servers than inference servers, which must not get their key.
+    servers than inference servers, which must not get their key; `key` is another one for them.
     """
 
-    def __init__(self, url: str, *, sends_key: bool = True) -> None:
+    def __init__(self, url: str, *, sends_key: bool = True, key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         # A compressed response could be a thousand times as large as its bytes.
         self._headers = {"Accept-Encoding": "identity"}
-        if sends_key and os.environ.get(KEY):
-            self._headers["Authorization"] = f"Bearer {os.environ[KEY]}"
+        key = key or (os.environ.get(KEY) if sends_key else None)
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
         self._aiohttp = require_package("aiohttp")
 
     def get(self, path: str, seconds: float = CONNECT_SECONDS) -> Any:

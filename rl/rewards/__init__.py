@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "async_wrapper": ("AsyncRewardWrapper",),
         "extract": ("boxed_answer", "extract_answer", "gold_answer", "normalize_answer"),
         "gold": ("averify_gold", "gold_scores", "verify_gold"),
+        "judge": ("Judge", "RubricItem", "RubricReward"),
         "lookup": ("VALID_REWARD_FN", "get_reward_fn", "register_reward"),
         "result": (
             "Reward",
