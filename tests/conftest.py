@@ -47,6 +47,10 @@ def find_data() -> Path | None:
     return folder if folder.is_dir() else None
 
 
+if (_data := find_data()) is not None:
+    os.environ["ARCHON_DATA"] = str(_data)  # also for the processes that tests start
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of real data; a test that asks for it bears the mark `data`."""

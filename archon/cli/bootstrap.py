@@ -12,7 +12,8 @@ from archon.schema.errors import ConfigError
 
 SETTINGS: dict[str, Any] = {
     "name": "bootstrap",
-    "help": "Create a small checkpoint from scratch: config, tokenizer, weights and an SFT warm-up.",
+    "help": "Create a small checkpoint from scratch.\n\n"
+    "It has a config, a tokenizer, and random weights with an SFT warm-up.",
     "cls": config_command("archon.training.config:BootstrapConfig"),
 }
 

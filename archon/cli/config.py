@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -389,6 +389,8 @@ def _type_name(annotation: Any) -> str:
         return "null"
     if origin in (Union, types.UnionType):
         return " or ".join(_type_name(argument) for argument in arguments)
+    if origin is Annotated:
+        return _type_name(arguments[0])
     if origin is Literal:
         return " | ".join(str(value) for value in arguments)
     if origin is dict:

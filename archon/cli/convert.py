@@ -9,7 +9,7 @@ import typer
 
 SETTINGS: dict[str, Any] = {
     "name": "convert",
-    "help": "Convert weights between Hugging Face, archon, PyTorch and megatron-core.\n\n"
+    "help": "Convert weights between checkpoint formats.\n\n"
     "hf: Hugging Face checkpoint; native: archon training checkpoint; dcp: torch.distributed.checkpoint folder; "
     "megatron: one folder per rank for megatron-core's GPTModel; gguf: one file for llama.cpp, only written.",
 }

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "doctor",
-    "help": "Check the installation; with PATH, a layout: process groups, placements, replicas, memory.\n\n"
+    "help": "Check the installation, or a layout of a checkpoint.\n\n"
     "Without PATH it lists PyTorch, devices, memory, compiler, optional packages, folders and ports, and what to "
-    "install. Under torchrun every rank builds its shards, runs a training step and compares replicas. With --rank a "
-    "single process predicts the memory and traffic of that rank. With --lora the step trains the LoRA in that folder.",
+    "install. With PATH it checks process groups, placements, replicas and memory. Under torchrun every rank builds "
+    "its shards, runs a training step and compares replicas. With --rank a single process predicts the memory and "
+    "traffic of that rank. With --lora the step trains the LoRA in that folder.",
 }
 
 GIB = 2**30

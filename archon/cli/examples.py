@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 EXAMPLES = {
-    "init": ("archon init", "archon init --task rl --model Qwen/Qwen3-0.6B --data gsm8k --gpus 1 --method lora"),
+    "init": (
+        "archon init",
+        "archon init --task rl --model Qwen/Qwen3-0.6B --data gsm8k --gpus 1 --method lora",
+        "archon init --recipe arithmetic_cpu",
+    ),
     "models": ("archon models", "archon models Qwen3.8"),
     "inspect": ("archon inspect Qwen/Qwen3-0.6B", "archon inspect runs/chat/export --blocks"),
     "check-model": ("archon check-model qwen3", "archon check-model my_family.py --reference llama"),

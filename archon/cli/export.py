@@ -9,7 +9,7 @@ import typer
 
 SETTINGS: dict[str, Any] = {
     "name": "export",
-    "help": "Export LoRAs in PEFT format, or merge them into a copy of their base.\n\n"
+    "help": "Export LoRAs in PEFT format, or merge them.\n\n"
     "SRC is a checkpoint of a LoRA run or its folder. --merge and --experts also accept a PEFT folder. --merge writes "
     "a Hugging Face checkpoint in the base's dtypes; it adds in float32 and keeps one weight file in memory. --experts "
     "rewrites experts in another form.",

@@ -1,4 +1,4 @@
-"""`archon init`: write a commented configuration from five answers."""
+"""`archon init`: write a commented configuration from five answers, or copy a recipe."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import typer
 
+import archon
 from archon.schema.errors import ConfigError
 
 SETTINGS: dict[str, Any] = {
     "name": "init",
-    "help": "Write a commented configuration: task, model, data, hardware, method.\n\n"
+    "help": "Write a commented configuration from five answers.\n\n"
+    "The answers are task, model, data, hardware and method. "
     "Asks for missing options, if standard input is a terminal. The values of the file are starting points. The first "
-    "command that it prints checks the file, the model and the data.",
+    "command that it prints checks the file, the model and the data. --recipe copies a recipe of the package instead.",
 }
 Task = Literal["sft", "preference", "rl"]
 Method = Literal["lora", "full"]
@@ -78,11 +80,22 @@ def command(
     reward: Annotated[
         str, typer.Option(help="of rl: a built-in reward, or the dotted path of a function")
     ] = "exact_match",
-    output: Annotated[Path, typer.Option(metavar="FILE", help="file to write")] = Path("run.yaml"),
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME", help="copy a recipe, such as arithmetic_cpu; `list` prints them")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="file to write; default run.yaml, or NAME.yaml of a recipe")
+    ] = None,
 ) -> None:
     """Write a commented configuration."""
-    if output.exists():
-        raise ConfigError(f"{output} already exists; choose another --output")
+    if recipe is not None:
+        answered = {"--task": task, "--model": model, "--data": data, "--gpus": gpus, "--method": method}
+        if used := [option for option, answer in answered.items() if answer is not None]:
+            raise ConfigError(f"{used[0]} has no effect with --recipe; change the values of the copied file instead")
+        print("\n".join(_recipe_lines() if recipe == "list" else copy_recipe(recipe, output)))
+        return
+    output = output or Path("run.yaml")
+    _require_new(output)
     answers = Answers(
         task=task or _ask("--task", "Task (sft: examples, preference: pairs, rl: reward)", "sft", get_args(Task)),
         model=model or _ask("--model", "Model (folder or hub id)", "Qwen/Qwen3-0.6B"),
@@ -94,6 +107,50 @@ def command(
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(configuration(answers, output), encoding="utf-8")
     print(f"wrote {output}; next:\n  {check(answers, output)}\n  {start(answers, output)}")
+
+
+def _require_new(file: Path) -> None:
+    if file.exists():
+        raise ConfigError(f"{file} already exists; choose another --output")
+
+
+def _recipe_lines() -> list[str]:
+    """Return name and first sentence of each recipe of the package."""
+    lines = []
+    for name, file in sorted(_recipes().items()):
+        comment = " ".join(line.removeprefix("# ") for line in file.read_text().splitlines() if line.startswith("# "))
+        lines.append(f"{name:<26}{re.split(r'[.:] ', comment)[0].removesuffix('.')}")
+    return lines
+
+
+def _recipes() -> dict[str, Path]:
+    return {file.stem: file for file in (Path(archon.__file__).parent / "rl" / "recipes").glob("*.yaml")}
+
+
+def copy_recipe(name: str, output: Path | None) -> list[str]:
+    """Copy a recipe, and the bootstrap file that it names, next to each other; return the lines to print.
+
+    Args:
+        name: name of a file in `rl/recipes`, without its suffix.
+        output: copy of the recipe; None: of the same name in this folder.
+
+    Raises:
+        ConfigError: there is no such recipe, or a file would be replaced.
+    """
+    recipes = _recipes()
+    if name not in recipes:
+        raise ConfigError(f"no recipe {name}; expected one of {', '.join(sorted(recipes))}")
+    output = output or Path(f"{name}.yaml")
+    copies = {output: recipes[name].read_text(encoding="utf-8")}
+    if bootstrap := re.search(r"^bootstrap: (\S+)\.yaml$", copies[output], re.MULTILINE):
+        copies[output.with_name(f"{bootstrap[1]}.yaml")] = recipes[bootstrap[1]].read_text(encoding="utf-8")
+    for file in copies:
+        _require_new(file)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for file, text in copies.items():
+        file.write_text(text.replace(f"rl/recipes/{name}.yaml", shlex.quote(str(output))), encoding="utf-8")
+    commands = re.findall(r"^#   (archon .*)$", output.read_text(encoding="utf-8"), re.MULTILINE)
+    return [f"wrote {' and '.join(map(str, copies))}; next:", *(f"  {command}" for command in commands)]
 
 
 def _ask(option: str, question: str, default: str | int, allowed: Sequence[str] = ()) -> Any:

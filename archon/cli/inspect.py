@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "inspect",
-    "help": "Show family, parameters, FLOPs, memory and refused fields; --blocks prints the layers, --lora a LoRA.",
+    "help": "Describe a checkpoint: family, parameters, FLOPs, memory.\n\n"
+    "It also lists refused fields. --blocks prints the layers, --lora describes a LoRA.",
 }
 
 GIB = 2**30

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "launch",
-    "help": "Start a command on several ranks: `archon launch --nproc-per-node 4 sft --config FILE.yaml`.\n\n"
+    "help": "Start a command on several ranks.\n\n"
+    "For example `archon launch --nproc-per-node 4 sft --config FILE.yaml`. "
     "The same as `torchrun … -m archon COMMAND`. If a rank is lost, it prints the rank with its signal, the file with "
     "the output of all ranks, and how to continue, instead of torchrun's report.",
     "context_settings": {"allow_interspersed_args": False, "ignore_unknown_options": False},

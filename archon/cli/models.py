@@ -8,7 +8,8 @@ import typer
 
 SETTINGS: dict[str, Any] = {
     "name": "models",
-    "help": "List supported model types and their model classes, or find a released model such as Qwen3.8.",
+    "help": "List supported model types, or find a released model.\n\n"
+    "The list has the classes of each type. The name of a model, such as Qwen3.8, prints its family.",
 }
 
 

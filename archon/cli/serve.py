@@ -30,7 +30,7 @@ CPU_PREFILL_TOKENS = 512
 
 SETTINGS: dict[str, Any] = {
     "name": "serve",
-    "help": "Serve a checkpoint to OpenAI and Anthropic clients until interrupted.",
+    "help": "Serve a checkpoint to OpenAI and Anthropic clients.\n\nIt runs until interrupted.",
     "cls": config_command("archon.cli.serve_config:ServeConfig"),
 }
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "serve-training",
-    "help": "Train and sample LoRAs of a checkpoint for clients of the Tinker SDK until interrupted.",
+    "help": "Train and sample LoRAs for clients of the Tinker SDK.\n\nIt runs until interrupted.",
     "cls": config_command("archon.cli.serve_training_config:ServeTrainingConfig"),
 }
 

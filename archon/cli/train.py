@@ -37,7 +37,7 @@ class Run(NamedTuple):
 RUNS = {
     "sft": Run("Fine-tune a checkpoint on examples.", "archon.training.config:SFTConfig", "SFTTrainer", "model"),
     "preference": Run(
-        "Train a policy (DPO, IPO, CPO, SimPO, ORPO, KTO) or a reward model on preferences.",
+        "Train a policy or a reward model on preferences.\n\nLosses: DPO, IPO, CPO, SimPO, ORPO, KTO, and reward.",
         "archon.training.config:PreferenceConfig",
         "PreferenceTrainer",
         "model",

@@ -23,7 +23,7 @@ class DatasetConfig(StrictModel):
         None, description="configuration of a Hugging Face set that has several | of shapes: count+color"
     )
     data_dir: Annotated[str | None, EXPANDED] = Field(
-        None, description="folder of a named set's files; null: of that name in $ARCHON_DATA or ../shared/data"
+        None, description="folder of a named set's files; null: the folder of that name in $ARCHON_DATA"
     )
     prompt_key: str = Field(
         "prompt",

@@ -148,25 +148,21 @@ def has_column(row: SourceRow, key: str) -> bool:
 
 
 def data_folder(name: str, explicit: str | Path | None = None) -> Path:
-    """Return the folder of a named dataset: `explicit`, `$ARCHON_DATA/<name>`, or `../shared/data/<name>`.
-
-    The last is relative to the checkout, and is used if the other two are not set.
+    """Return the folder of a named dataset: `explicit`, or `$ARCHON_DATA/<name>`.
 
     Raises:
-        DatasetError: the folder does not exist.
+        DatasetError: the folder does not exist, or neither is set.
     """
+    advice = f"pass its folder as data_dir, or set ARCHON_DATA to the folder that holds {name}/"
     if explicit is not None:
         folder = Path(explicit).expanduser()
     elif os.environ.get("ARCHON_DATA"):
         folder = Path(os.environ["ARCHON_DATA"]).expanduser() / name
     else:
-        folder = Path(__file__).resolve().parents[3] / "shared" / "data" / name
+        raise DatasetError(f"dataset {name}: its folder is not known; {advice}")
     if folder.is_dir():
         return folder
-    raise DatasetError(
-        f"dataset {name} is not at {folder}: pass its folder as data_dir, or set ARCHON_DATA to the folder that holds "
-        f"{name}/"
-    )
+    raise DatasetError(f"dataset {name} is not at {folder}: {advice}")
 
 
 def _call_function(path: str, split: str) -> list[SourceRow]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+RECIPES = Path(__file__).resolve().parents[2] / "rl" / "recipes"
 ROWS = {
     "sft": {"prompt": "1+1=", "response": "2"},
     "preference": {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
@@ -85,3 +86,24 @@ def test_without_a_terminal_the_missing_option_is_named_and_no_file_is_replaced(
     outcome = archon("init", "--task", "sft")
     assert "run.yaml already exists" in outcome.complaint
     assert (folder / "run.yaml").read_text() == "mine: 1"
+
+
+def test_recipes_are_copied_with_their_bootstrap_and_run(archon: Any, folder: Path) -> None:
+    said = archon("init", "--recipe", "arithmetic_cpu", "--output", "my run/sums.yaml").out.splitlines()
+    assert said == [
+        "wrote my run/sums.yaml and my run/arithmetic_bootstrap.yaml; next:",
+        "  archon rl --config 'my run/sums.yaml'",
+    ]
+    outcome = archon(*shlex.split(said[1])[1:], "--dry-run")
+    assert outcome.code == 0, outcome.err
+    again = archon("init", "--recipe", "arithmetic_cpu", "--output", "my run/new.yaml")
+    assert "my run/arithmetic_bootstrap.yaml already exists" in again.complaint
+    assert not (folder / "my run" / "new.yaml").exists()
+
+
+def test_recipes_are_listed_and_unknown_ones_refused(archon: Any, folder: Path) -> None:
+    listed = [line.split()[0] for line in archon("init", "--recipe", "list").out.splitlines()]
+    assert listed == sorted(file.stem for file in RECIPES.glob("*.yaml"))
+    assert f"no recipe sums; expected one of {', '.join(listed)}" in archon("init", "--recipe", "sums").complaint
+    assert "--gpus has no effect with --recipe" in archon("init", "--recipe", "arithmetic_cpu", "--gpus", "0").complaint
+    assert not list(folder.glob("*.yaml"))

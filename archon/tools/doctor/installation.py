@@ -16,7 +16,7 @@ import torch
 from packaging.requirements import Requirement
 
 import archon
-from archon.schema.capacity import GIB, cores, memory_bytes, rank_limit
+from archon.schema.capacity import GIB, RANK_BYTES, RANKS_PER_CORE, cores, memory_bytes, rank_limit
 
 OPTIONAL = {
     "rl": "RL, agents, servers and the hub's datasets",
@@ -68,8 +68,7 @@ def check_installation(port: int = 8000) -> Iterator[Check]:
     yield from _folders()
     yield _port(port)
     for extra in OPTIONAL:
-        if torch.cuda.is_available() or extra not in GPU_ONLY:
-            yield from _packages(extra)
+        yield from _packages(extra)
 
 
 def _packages(extra: str | None) -> Iterator[Check]:
@@ -82,7 +81,9 @@ def _packages(extra: str | None) -> Iterator[Check]:
     missing, wrong = [], []
     for requirement in map(Requirement, texts):
         marker = requirement.marker
-        if (marker is None) != (extra is None) or (marker and not marker.evaluate({"extra": extra or ""})):
+        is_basic = marker is None or marker.evaluate({"extra": ""})
+        is_required = is_basic if extra is None else not is_basic and marker.evaluate({"extra": extra})
+        if not is_required:
             continue
         try:
             version = importlib.metadata.version(requirement.name)
@@ -96,11 +97,14 @@ def _packages(extra: str | None) -> Iterator[Check]:
     if wrong:
         yield Check("problem", subject, f"{'; '.join(wrong)}: {install}")
     elif missing and extra:
-        yield Check("missing", subject, f"for {OPTIONAL[extra]}: {install}")
+        if extra in GPU_ONLY and not torch.cuda.is_available():
+            yield Check("ok", subject, f"not installed, and useless without a GPU: {OPTIONAL[extra]}")
+        else:
+            yield Check("missing", subject, f"for {OPTIONAL[extra]}: {install}")
     elif missing:
         yield Check("problem", subject, f"{', '.join(missing)} missing: {install}")
     else:
-        yield Check("ok", subject, OPTIONAL[extra] if extra else "all requirements are installed")
+        yield Check("ok", subject, f"installed: {OPTIONAL[extra]}" if extra else "all requirements are installed")
 
 
 def _devices() -> Iterator[Check]:
@@ -128,8 +132,8 @@ def _devices() -> Iterator[Check]:
 def _processor_and_memory() -> Check:
     threads = os.environ.get("OMP_NUM_THREADS")
     note = f", OMP_NUM_THREADS={threads}" if threads else ""
-    text = f"{cores():g} processors, {memory_bytes() / GIB:.1f} GiB of memory{note}: at most {rank_limit()} ranks"
-    return Check("ok", "machine", text)
+    limit = f"at most {rank_limit()} ranks, {RANKS_PER_CORE} per processor and {RANK_BYTES >> 20} MiB each"
+    return Check("ok", "machine", f"{cores():g} processors, {memory_bytes() / GIB:.1f} GiB of memory{note}: {limit}")
 
 
 def _compiler() -> Check:

@@ -41,7 +41,9 @@ def test_the_installation_of_the_tests_is_complete() -> None:
     assert [check for check in installed if check.status != "ok"] == []
     assert torch.__version__ in found["torch"].finding
     assert f"{cores():g} processors" in found["machine"].finding
-    assert f"{rank_limit()} ranks" in found["machine"].finding
+    assert f"at most {rank_limit()} ranks, 8 per processor and 256 MiB each" in found["machine"].finding
+    assert found["extra plots"].finding == "installed: curves in reports"
+    assert {name.removeprefix("extra ") for name in found if name.startswith("extra ")} == set(OPTIONAL)
 
 
 def test_each_extra_is_one_of_the_package() -> None:
@@ -55,17 +57,29 @@ def test_missing_and_outdated_packages_are_named_with_the_command(monkeypatch: p
         'torch<2; extra == "rl"',
         'never-published; extra == "ray"',
         'numpy; extra == "gguf"',
+        'never-published-either; python_version > "3"',
+        'never-published; python_version < "3"',
+        'never-published; python_version < "3" and extra == "plots"',
     ]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requirements)
     found = checks()
-    assert found["packages"] == Check("problem", "packages", "never-published missing: pip install archon-engine")
+    assert found["packages"] == Check(
+        "problem", "packages", "never-published, never-published-either missing: pip install archon-engine"
+    )
     assert found["extra rl"].status == "problem"
     assert (
         f"torch {torch.__version__} is installed, expected <2: pip install 'archon-engine[rl]'"
         in found["extra rl"].finding
     )
     assert found["extra ray"].status == "missing" and "pip install 'archon-engine[ray]'" in found["extra ray"].finding
-    assert found["extra gguf"].status == "ok"
+    assert found["extra gguf"].status == found["extra plots"].status == "ok"
+
+
+def test_extras_for_gpus_are_useless_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ['never-published; extra == "fla"'])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    use = OPTIONAL["fla"]
+    assert checks()["extra fla"] == Check("ok", "extra fla", f"not installed, and useless without a GPU: {use}")
 
 
 def test_a_full_disk_and_a_port_in_use_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
