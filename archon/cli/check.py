@@ -14,8 +14,7 @@ from archon.schema.errors import ConfigError
 from archon.schema.private_directory import PrivateDirectory
 
 if TYPE_CHECKING:
-    from archon.data.config import DatasetConfig
-    from archon.data.registry import DatasetKind
+    from archon.data.config import DatasetConfig, DatasetKind
     from archon.rl.config import RLConfig
     from archon.schema.config import EngineConfig, StrictModel
     from archon.tools.planner.prediction import Batch

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, NoReturn
 import typer
 
 from archon.checkpoint.hub import config_file, parse_hub_id
-from archon.cli.config import config_command, load_config, read_bootstrap, read_values
+from archon.cli.config import config_command, import_schema, load_config, read_bootstrap, read_values
 from archon.cli.options import ConfigFile, DryRun, Overrides, PresetName, TargetGpu
 from archon.cli.report import write_run_report
 from archon.schema.config import expand_path
+from archon.schema.errors import ConfigError
 
 
 class Run(NamedTuple):
@@ -95,13 +96,11 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
     values = read_values(file, overrides)
     reject_areal_config(values, str(file or "config"))
     require_files(values, run.model)  # fails before PyTorch is imported, which takes seconds
-    import archon.rl as rl
-    from archon.schema.errors import ConfigError
+    translate = None
+    if command == "rl":
+        from archon.rl.compat.trinity.config import translate
 
-    config_type: Any = getattr(rl, run.config.partition(":")[2])
-    from archon.rl.compat.trinity.config import translate
-
-    config = load_config(config_type, file, overrides, translate if command == "rl" else None)
+    config: Any = load_config(import_schema(run.config), file, overrides, translate)
     bootstrap = read_bootstrap(config.bootstrap)
     if dry_run:
         from archon.cli import check
@@ -112,6 +111,7 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
         return 0
     if gpu is not None:
         raise ConfigError(f"--gpu {gpu} needs --dry-run, which predicts the run; to start it, set {run.model}.device")
+    import archon.rl as rl
     from archon.engine.optim import check_schedule
     from archon.rl.bootstrap import ensure_checkpoint
     from archon.training.loop import join_processes

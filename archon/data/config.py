@@ -9,6 +9,9 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from archon.data.sources import has_splits
 from archon.schema.config import EXPANDED, StrictModel
 
+DatasetKind = Literal["rl", "sft", "dpo", "rw", "kto"]
+"""Kind of rows that a run reads."""
+
 
 class DatasetConfig(StrictModel):
     """One dataset: a named one, files, or a Hugging Face dataset."""

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
+from typing import Any, TypeAlias, TypedDict, Unpack, get_args
 
 from archon.checkpoint.chat_template import set_prompt_separator, set_template_variables
 from archon.data import image_datasets, named_datasets, pairs, shapes
 from archon.data.bad_rows import Policy
-from archon.data.config import DatasetConfig, TrainingDataConfig
+from archon.data.config import DatasetConfig, DatasetKind, TrainingDataConfig
 from archon.data.encoding import TurnOptions, tokenizer_identity
 from archon.data.environments import EnvironmentName, environment_function, parse_environment
 from archon.data.formats import ENCODED
@@ -30,7 +30,6 @@ from archon.schema.errors import DatasetError, TokenizerError
 from archon.schema.registry import NamedObjects
 from archon.schema.user_code import user_code
 
-DatasetKind = Literal["rl", "sft", "dpo", "rw", "kto"]
 Loader: TypeAlias = Callable[..., Iterable[Mapping[str, Any]]]
 
 _HH_RLHF: dict[str, Loader] = {"dpo": pairs.get_hh_rlhf_dpo_dataset, "rw": pairs.get_hh_rlhf_rw_dataset}

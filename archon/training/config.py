@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from archon.data.config import HELD_OUT, DatasetConfig, TrainingDataConfig
-from archon.data.registry import DatasetKind
+from archon.data.config import HELD_OUT, DatasetConfig, DatasetKind, TrainingDataConfig
 from archon.schema.config import (
     EXPANDED,
     MAX_STEP_ROWS,
@@ -20,7 +19,7 @@ from archon.schema.config import (
     derive_critic,
     derive_reference,
 )
-from archon.training.preference_losses import (
+from archon.training.preference_kinds import (
     DEFAULT_BETA,
     DEFAULT_GAMMA,
     DEFAULT_NLL_COEF,

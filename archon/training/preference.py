@@ -21,7 +21,8 @@ from archon.engine.reference import Reference, open_reference
 from archon.training.batch_sharding import score_sharded, shard_batch, take_rows
 from archon.training.config import PreferenceConfig
 from archon.training.loop import timed
-from archon.training.preference_losses import LENGTH_NORMALIZED, NLL_OF_PROMPTS, kto_loss, preference_loss
+from archon.training.preference_kinds import LENGTH_NORMALIZED, NLL_OF_PROMPTS
+from archon.training.preference_losses import kto_loss, preference_loss
 from archon.training.sft import SFTTrainer, padded_batch
 
 Batch = dict[str, Tensor]

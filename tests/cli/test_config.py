@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -208,3 +210,18 @@ def test_a_value_of_no_list_is_one_line_with_the_nearest_that_is(given, meant):
         EngineConfig(path="model", dtype=given)
     expected = f"EngineConfig: dtype: got {given!r}, input should be 'float32', 'bfloat16' or 'float64'{meant}"
     assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sft", "run_dir=r", "model.optimzer.lr=1"], "unknown key 'optimzer', did you mean 'optimizer'?"),
+        (["sft", "run_dir=r", "batch_size=many"], "batch_size: got 'many'"),
+        (["preference", "run_dir=r", "loss=dop"], "did you mean 'dpo'?"),
+        (["bootstrap", "pth=start"], "unknown key 'pth', did you mean 'path'?"),
+    ],
+)
+def test_errors_of_a_configuration_need_no_pytorch(tmp_path: Path, arguments: list[str], message: str) -> None:
+    command = "import sys; sys.modules['torch'] = None; from archon.cli import main; main()"
+    run = subprocess.run([sys.executable, "-c", command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 2 and message in run.stderr and run.stderr.count("\n") == 1

@@ -21,7 +21,8 @@ from archon.rl.rewards.reward_model import RewardModel
 from archon.schema.errors import CheckpointError, ConfigError, DatasetError
 from archon.training.metrics import read_jsonl
 from archon.training.preference import PreferenceTrainer
-from archon.training.preference_losses import PairLoss, log1mexp, preference_loss
+from archon.training.preference_kinds import PairLoss
+from archon.training.preference_losses import log1mexp, preference_loss
 from tests.rl.conftest import small_run
 from tests.rl.failed_update import require_no_checkpoint_of_a_failed_update
 from tests.rl.objectives import PAIR_LOSSES, PREFERENCES, assert_same, of_preference, opened, write_pairs

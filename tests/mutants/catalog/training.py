@@ -235,14 +235,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ORPO's odds are those of the summed log-probability",
-        "archon/training/preference_losses.py",
+        "archon/training/preference_kinds.py",
         'LENGTH_NORMALIZED = ("simpo", "orpo")',
         'LENGTH_NORMALIZED = ("simpo",)',
         (PREFERENCE,),
     ),
     Mutant(
         "ORPO's likelihood leaves out the prompt",
-        "archon/training/preference_losses.py",
+        "archon/training/preference_kinds.py",
         'NLL_OF_PROMPTS = ("orpo",)',
         "NLL_OF_PROMPTS: tuple[str, ...] = ()",
         (PREFERENCE,),
@@ -295,5 +295,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "before = [rows[-1], *rows[:-1]]",
         "before = [*rows]",
         ("tests/rl/test_kto.py",),
+    ),
+    Mutant(
+        "the configuration of fine-tuning imports PyTorch",
+        "archon/training/config.py",
+        "from archon.data.config import HELD_OUT,",
+        "import torch\nfrom archon.data.config import HELD_OUT,",
+        ("tests/cli/test_config.py::test_errors_of_a_configuration_need_no_pytorch",),
     ),
 )
