@@ -44,7 +44,7 @@ EXAMPLES = {
         "archon launch --nproc-per-node 4 sft --config run.yaml model.layout=d2t2",
         "archon launch --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host0:29400 --rdzv-id run1 rl --config run.yaml",
     ),
-    "report": ("archon report runs/rl",),
+    "report": ("archon report runs/rl", "archon report runs/rl runs/rl-no-kl"),
     "doctor": ("archon doctor", "archon doctor path/to/Qwen3-32B --layout d512t8 --rank 17"),
 }
 

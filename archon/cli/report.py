@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "report",
-    "help": "Write a run's report.html and curves as PNG.\n\nThe page shows curves and sampled trajectories. For an "
+    "help": "Write a run's report.html and curves as PNG.\n\nThe page shows curves and sampled trajectories. A second "
+    "run makes a page of both: settings that differ, curves, prompts that got better and worse. For an "
     "`archon bench` record it shows throughput and memory by layout, and one step of every rank.",
 }
 
 
 def command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="run directory, or an archon bench record")],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[OTHER_RUN]", help="second run, to compare with the first")
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="output folder; default RUN_DIR/report")] = None,
     trace: Annotated[
         Path | None,
@@ -38,6 +42,14 @@ def command(
     """Write or serve the report of a run."""
     from archon.schema.errors import ConfigError
 
+    if other is not None:
+        from archon.tools.report import write_comparison
+
+        if trace is not None or serve is not None:
+            option = "--serve" if trace is None else "--trace"
+            raise ConfigError(f"{option} needs a single argument; leave {other} out")
+        print(write_comparison(run_dir, other, out))
+        return
     if run_dir.is_file():
         from archon.tools.bench import read_record
         from archon.tools.bench.chrome_trace import write_trace

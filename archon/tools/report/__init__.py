@@ -6,11 +6,12 @@ from pathlib import Path
 
 from archon.checkpoint.atomic import write_text
 from archon.tools.bench.bench_record import read_record
+from archon.tools.report.compare import write_comparison
 from archon.tools.report.curves import draw_curves
 from archon.tools.report.page import render_bench, render_page
 from archon.tools.report.run_data import load_run
 
-__all__ = ["load_run", "render_bench", "render_page", "write_bench_report", "write_report"]
+__all__ = ["load_run", "render_bench", "render_page", "write_bench_report", "write_comparison", "write_report"]
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: bool = True) -> list[Path]:

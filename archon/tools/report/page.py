@@ -27,6 +27,7 @@ from archon.tools.report.summary import summarize
 SCRIPTS = ("common.js", "charts.js", "trajectories.js", "page.js")
 BENCH_SCRIPTS = ("common.js", "charts.js", "bars.js", "bench.js")
 EVAL_SCRIPTS = ("common.js", "charts.js", "bars.js", "trajectories.js", "eval.js")
+COMPARE_SCRIPTS = ("common.js", "charts.js", "compare.js")
 
 
 def render_page(run: RunData) -> str:
@@ -69,7 +70,7 @@ def _page_data(run: RunData) -> dict[str, Any]:
         "panels": _panels_data(run, fleet=False),
         "fleet": _panels_data(run, fleet=True),
         "further": [
-            {"title": series.name, "unit": "", "series": [_series_data(series)]} for series in run.remaining_series()
+            {"title": series.name, "unit": "", "series": [series_data(series)]} for series in run.remaining_series()
         ],
         "groups": run.sampled.groups,
         "selection": run.sampled.selection,
@@ -80,13 +81,14 @@ def _page_data(run: RunData) -> dict[str, Any]:
 
 def _panels_data(run: RunData, *, fleet: bool) -> list[dict[str, Any]]:
     return [
-        {"title": panel.title, "unit": panel.unit, "series": [_series_data(s) for s in series]}
+        {"title": panel.title, "unit": panel.unit, "series": [series_data(s) for s in series]}
         for panel, series in run.panels()
         if panel.fleet == fleet
     ]
 
 
-def _series_data(series: Series) -> dict[str, Any]:
+def series_data(series: Series) -> dict[str, Any]:
+    """Return a metric for the page's script, with its moving average if it is long."""
     smooth = moving_average(series.values)
     return {
         "name": series.name,

@@ -87,7 +87,7 @@ class RunData:
 
     def panels(self) -> list[tuple[Panel, list[Series]]]:
         """Return the visible panels, in order, with their series."""
-        panels = [(panel, [s for s in self.series.values() if _find_panel(s.name) is panel]) for panel in PANELS]
+        panels = [(panel, [s for s in self.series.values() if find_panel(s.name) is panel]) for panel in PANELS]
         fleet = FLEET_SERIES in self.series
         shown = [(panel, series) for panel, series in panels if fleet or not panel.fleet]
         return [(p, series) for p, series in shown if any(not p.hide_zero or any(s.values) for s in series)]
@@ -96,7 +96,7 @@ class RunData:
         """Return the series that have no panel and are not constant."""
         drawn = {s.name for _, series in self.panels() for s in series}
         # Panels with values of 0 only are hidden, and so are their series.
-        panels = {s.name: _find_panel(s.name) for s in self.series.values() if s.name not in drawn}
+        panels = {s.name: find_panel(s.name) for s in self.series.values() if s.name not in drawn}
         names = [name for name, panel in panels.items() if panel is None or panel.fleet]
         return [self.series[name] for name in names if len(set(self.series[name].values)) > 1]
 
@@ -118,7 +118,7 @@ def load_run(run_dir: str | Path, *, trajectories: bool = True) -> RunData:
     series = _series(records)
     if not series:
         raise ConfigError(f"{metrics} has no numbers yet; wait for the run's first step")
-    times = [time for record in records if math.isfinite(time := _number(record.get("time")) or math.nan)]
+    times = [time for record in records if math.isfinite(time := read_number(record.get("time")) or math.nan)]
     sampled = path / TRAJECTORIES_FILE
     groups = read_jsonl(sampled) if trajectories and sampled.is_file() else []
     config = path / "config.yaml"
@@ -135,7 +135,7 @@ def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
     by_name: dict[str, Series] = {}
     for record in records:
         for name, value in record.items():
-            number = _number(value)
+            number = read_number(value)
             if name not in NOT_SERIES and number is not None:
                 series = by_name.setdefault(name, Series(name))
                 series.steps.append(record["step"])
@@ -143,12 +143,13 @@ def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
     return by_name
 
 
-def _number(value: Any) -> float | None:
+def read_number(value: Any) -> float | None:
     """Return a metric as a float (NaN if too large to draw, or for the strings NaN and ±Infinity), else None."""
     if isinstance(value, int | float):
         return float(value) if abs(value) <= MAX_DRAWN_VALUE else math.nan
     return math.nan if value in ("NaN", "Infinity", "-Infinity") else None
 
 
-def _find_panel(name: str) -> Panel | None:
+def find_panel(name: str) -> Panel | None:
+    """Return the panel of a metric; None for a further metric."""
     return next((panel for panel in PANELS if re.fullmatch(panel.pattern, name)), None)

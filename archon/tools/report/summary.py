@@ -25,7 +25,7 @@ TRAINED = {"reward": "reward of trained answers", "accuracy": "accuracy on train
 
 def summarize(run: RunData) -> dict[str, str]:
     """Return title and text of each fact about a run: model, data, method, training, results."""
-    config = _config(run)
+    config = run_config(run)
     model = _section(config, "actor") or _section(config, "model")
     data = _section(config, "train_data")
     steps = max(series.steps[-1] for series in run.series.values())
@@ -71,7 +71,7 @@ def next_command(config: Mapping[str, Any], export: Path) -> str:
 
 def model_card(run: RunData) -> str:
     """Return the README.md of an export: model, data, method and results. Equal runs have equal cards."""
-    config = _config(run)
+    config = run_config(run)
     model = _section(config, "actor") or _section(config, "model")
     base, lora = _text(model.get("path")), _section(model, "lora")
     header = {"library_name": "peft" if lora else "transformers", "tags": ["archon"]}
@@ -85,7 +85,8 @@ def model_card(run: RunData) -> str:
     )
 
 
-def _config(run: RunData) -> dict[str, Any]:
+def run_config(run: RunData) -> dict[str, Any]:
+    """Return the configuration of a run; empty if it has none that can be read."""
     try:
         config = yaml.safe_load(run.config)
     except yaml.YAMLError:

@@ -547,4 +547,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "if False:",
         ("tests/cli/test_bad_input.py::test_a_simulated_rank_has_no_stall",),
     ),
+    Mutant(
+        "a comparison of runs takes the first answers to a prompt, not the last",
+        "archon/tools/report/compare.py",
+        """                answers.clear()
+""",
+        """                continue
+""",
+        ("tests/tools/report/test_compare.py",),
+    ),
+    Mutant(
+        "a comparison of runs calls prompts that got worse better",
+        "archon/tools/report/compare.py",
+        "return after.reward - before.reward",
+        "return before.reward - after.reward",
+        ("tests/tools/report/test_compare.py",),
+    ),
 )

@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from archon.data.shapes import scenes
-from archon.tools.report import write_report
+from archon.tools.report import write_comparison, write_report
 from archon.training.metrics import IMAGES_FOLDER, MetricsWriter, TrajectoryWriter
 from tests.tools.report.chromium import Page
 
@@ -384,6 +384,28 @@ def check_large(page: Page, file: Path) -> dict[str, float]:
     return {"megabytes": size / 1e6} | seconds
 
 
+def check_comparison(page: Page, file: Path) -> None:
+    """Two runs on one page: settings, curves of both, and the prompts that changed, as text alone."""
+    page.open(file)
+    titles = page.run("[...document.querySelectorAll('section:not([hidden]) > h2')].map(e => e.textContent)")
+    assert titles == ["What was trained", "Settings that differ", "Prompts"], titles
+    assert page.run("document.querySelectorAll('.chart .line').length") >= 4
+    assert "Both runs answered 3 prompts" in page.run("document.body.innerText")
+    assert page.run("document.querySelectorAll('main img, main script').length") == 0
+
+
+def check_phone(out: Path, files: dict[str, Path]) -> None:
+    """At a width of 390 pixels nothing is wider than the window, in light and in dark."""
+    with Page(390, 844) as page:
+        for name, file in files.items():
+            page.open(file)
+            for theme in ("light", "dark"):
+                page.dark(theme == "dark")
+                page.screenshot(out / f"phone-{name}-{theme}.png")
+            assert page.run("document.documentElement.scrollWidth <= window.innerWidth"), name
+        assert not page.reported("Runtime.exceptionThrown", "Log.entryAdded")
+
+
 def screenshot(page: Page, file: Path) -> None:
     page.run("document.querySelector('#trajectories').scrollIntoView()")
     page.screenshot(file)
@@ -401,6 +423,7 @@ def main() -> None:
     [small] = write_report(small_run(work / "small"), curves=False)
     [large] = write_report(large_run(work / "large"), curves=False)
     [pictured] = write_report(image_run(work / "pictured"), curves=False)
+    compared = write_comparison(work / "pictured", image_run(work / "again"))
     with Page() as page:
         for function in CHECKS:
             page.open(small)
@@ -415,6 +438,10 @@ def main() -> None:
         check_image_run(page, pictured)
         screenshot(page, work / "images.png")
         print("ok  images are decoded, and stand above the answers")
+        check_comparison(page, compared)
+        print("ok  two runs are compared on one page")
+        check_phone(work, {"report": small, "images": pictured, "comparison": compared})
+        print("ok  the pages fit a phone")
         if options.run is not None:
             [of_run] = write_report(options.run, curves=False)
             print(f"ok  {check_images(page, of_run)} images of {options.run}")
@@ -428,7 +455,7 @@ def main() -> None:
         print("ok  no request, no exception, no complaint of the content security policy")
         record = {"browser": page.version, "checks": [f.__name__ for f in CHECKS], "large": measured}
     (work / "record.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(f"{record['browser']}: {len(CHECKS) + 3} checks; pages, screenshots and record in {work}")
+    print(f"{record['browser']}: {len(CHECKS) + 5} checks; pages, screenshots and record in {work}")
 
 
 if __name__ == "__main__":

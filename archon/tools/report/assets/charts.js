@@ -39,7 +39,7 @@ function nearest(steps, step) {
 }
 
 function chart(panel, width, height) {
-  const left = 46, right = 10, top = 10, bottom = 22;
+  const left = 46, right = 18, top = 10, bottom = 22;
   const all = panel.series.flatMap((s) => (s.smooth ? s.smooth.concat(s.values) : s.values));
   const [y0, y1] = extent(all);
   const firstStep = Math.min(...panel.series.map((s) => s.steps[0]));
