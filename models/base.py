@@ -22,6 +22,7 @@ from archon.models.layers.moe import GroupedExperts, Router, RouterStats
 from archon.models.layers.norm import LayerNorm, RMSNorm
 from archon.models.layers.rope import RotaryEmbedding, Rotation
 from archon.models.layers.spec import LayerSpec, NoFeedForward, NoMixer
+from archon.models.mtp import MTPInputs, MTPLayer
 from archon.models.vision.images import Grid, PackedImages
 from archon.parallel.comm import all_gather_replicated
 from archon.parallel.torch_private import register_dataclass
@@ -89,6 +90,7 @@ class ModelInputs:
         images: the images of the tokens; None without images.
         routed_experts: int [N, L, k], the experts to replay for N tokens (see `AttentionMeta.valid_mask`) in all L MoE
             layers of the model; negative entries let the router choose.
+        mtp: the inputs of the MTP layers; None to leave them out.
     """
 
     tokens: Tensor
@@ -96,6 +98,7 @@ class ModelInputs:
     attention: AttentionMeta
     images: PackedImages | None = None
     routed_experts: Tensor | None = None
+    mtp: MTPInputs | None = None
 
 
 # FSDP finds the tensors in the arguments of a forward by pytree.
@@ -135,7 +138,8 @@ class BaseArchonModel(nn.Module, Generic[Args]):
     Attributes:
         model_class: the class at construction; `fully_shard` changes the type of the object.
         saved_modules: names of the parameters trained whole next to a LoRA, PEFT's `modules_to_save`.
-        router_stats: router statistics of each MoE layer in the last forward, in layer order.
+        router_stats: router statistics of each MoE layer in the last forward, in layer order; without MTP layers.
+        mtp: the MTP layers; None without them.
     """
 
     args_class: ClassVar[type[BaseModelArgs]] = BaseModelArgs
@@ -181,6 +185,10 @@ class BaseArchonModel(nn.Module, Generic[Args]):
         self.expert_layers = args.expert_layers
         self.layers = nn.ModuleDict({str(layer): self.build_block(layer) for layer in range(args.n_layers)})
         self.norm: RMSNorm | LayerNorm | None = args.norm.build(args.dim)
+        self.mtp: nn.ModuleDict | None = None
+        if args.n_mtp_layers:
+            blocks = [TransformerBlock(args.n_layers + k, spec, args.dim) for k, spec in enumerate(args.mtp_specs)]
+            self.mtp = nn.ModuleDict({str(k): MTPLayer(block, args.norm, args.dim) for k, block in enumerate(blocks)})
         self.router_stats: list[RouterStats] = []
         self.output: LMHead | None = None
         self.score: Linear | None = None
@@ -283,8 +291,11 @@ class BaseArchonModel(nn.Module, Generic[Args]):
 
     def _scores(
         self, inputs: ModelInputs, labels: Tensor | None, loss_weights: Tensor | None, head: Mapping[str, Any]
-    ) -> Tensor | TokenScores | WeightedLoss:
-        """Return the output of the head, or the hidden states of a stage without a head."""
+    ) -> Any:
+        """Return the output of the head, or the hidden states of a stage without a head.
+
+        With `inputs.mtp` it is a pair with `mtp_losses`.
+        """
         hidden, token_rows = self.hidden_states(inputs), inputs.attention.token_rows
         if self.score is not None:
             weight = self.score.weight  # wider than the compute dtype if LoRAs are trained
@@ -297,7 +308,8 @@ class BaseArchonModel(nn.Module, Generic[Args]):
             return hidden
         if labels is None:
             return _rows(self.output(hidden), token_rows)  # a linear layer, like a generator's packed head
-        return self.output(hidden, labels, weights=loss_weights, token_rows=token_rows, **head)
+        scores = self.output(hidden, labels, weights=loss_weights, token_rows=token_rows, **head)
+        return scores if inputs.mtp is None else (scores, self.mtp_losses(hidden, inputs))
 
     def encode_images(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         """Encode image patches [P, F]; see `ImageFeatures.features`.
@@ -320,8 +332,7 @@ class BaseArchonModel(nn.Module, Generic[Args]):
         if self.tok_embeddings is not None:
             hidden = self.tok_embeddings(hidden)
             hidden = hidden if features is None else features.embed(hidden)
-            if (factor := self.args.embedding_multiplier) != 1:
-                hidden = hidden * (hidden.new_full((), factor) if self.args.embedding_multiplier_is_rounded else factor)
+            hidden = self._scale_embedding(hidden)
         attention.prepare(hidden)
         lengths = attention.document_lengths(positions) if self.args.rope_depends_on_length else None
         rotations = [rope(positions, hidden.dtype, lengths) for rope in self.ropes]
@@ -342,6 +353,32 @@ class BaseArchonModel(nn.Module, Generic[Args]):
         hidden = self.norm(hidden)
         # The head is linear, so dividing its input divides the logits.
         return hidden if self.args.logits_divisor == 1 or self.output is None else hidden / self.args.logits_divisor
+
+    def _scale_embedding(self, embedding: Tensor) -> Tensor:
+        if (factor := self.args.embedding_multiplier) == 1:
+            return embedding
+        rounded = self.args.embedding_multiplier_is_rounded
+        return embedding * (embedding.new_full((), factor) if rounded else factor)
+
+    def mtp_losses(self, hidden: Tensor, inputs: ModelInputs) -> tuple[Tensor, ...]:
+        """Return the cross-entropy of each MTP layer, a sum over its labels in nats.
+
+        Only the MTP layers get gradients: hidden states [T, dim] of the trunk, embedding and head are detached.
+        """
+        mtp, embed, head = inputs.mtp, self.tok_embeddings, self.output
+        assert mtp is not None and self.mtp is not None and embed is not None and head is not None
+        hidden, losses = hidden.detach(), []
+        for layer, spec, tokens, labels, rows in zip(
+            self.mtp.values(), self.args.mtp_specs, mtp.tokens, mtp.labels, mtp.label_rows, strict=True
+        ):
+            with torch.no_grad():
+                embedding = self._scale_embedding(embed(tokens))
+            rope = None if spec.mixer.rope is None else self.ropes[self.args.ropes.index(spec.mixer.rope)]
+            rotation = None if rope is None else rope(inputs.positions, hidden.dtype, None)
+            hidden = layer(embedding, hidden, rotation, inputs.attention)
+            weights = torch.ones_like(labels, dtype=torch.promote_types(hidden.dtype, torch.float32))
+            losses.append(head(hidden, labels, weights=weights, rows=rows, detached=True).loss)
+        return tuple(losses)
 
     def _run_decoder_forward(self, inputs: ModelInputs) -> Tensor:
         """Return hidden states from a family's own forward, run without the head."""

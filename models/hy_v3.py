@@ -77,3 +77,4 @@ HYV3StateDictAdapter, parallelize_hy_v3, SPEC = define_family(
     DENSE_HF_MAP | QK_NORM_HF_MAP | GROUP_ROUTED_HF_MAP | _EXPERTS,
     adapter=MTPStateDictAdapter,
 )
+HYV3StateDictAdapter.mtp_names = None  # a norm of its MTP layers has another name

@@ -7,6 +7,7 @@ from archon.models.args.moe import SEVERAL_EXPERTS, MoEModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.composite import CompositeStateDictAdapter
 from archon.models.hf.config import Field, dense_fields
+from archon.models.hf.mtp import QWEN_MTP
 from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
 from archon.models.qwen3_5_text import Qwen35TextModelArgs
 from archon.models.spec import define_family
@@ -46,3 +47,4 @@ Qwen35MoeTextStateDictAdapter, parallelize_qwen3_5_moe_text, SPEC = define_famil
     QWEN3_5_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP,
     adapter=CompositeStateDictAdapter,
 )
+Qwen35MoeTextStateDictAdapter.mtp_names = QWEN_MTP

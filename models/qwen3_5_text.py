@@ -6,6 +6,7 @@ from archon.models.args.delta_net import DELTA_NET_FIELDS, MTP_FIELDS, QWEN3_5_H
 from archon.models.base import BaseArchonModel
 from archon.models.hf.composite import CompositeStateDictAdapter
 from archon.models.hf.config import dense_fields
+from archon.models.hf.mtp import QWEN_MTP
 from archon.models.hf.rope import MROPE_FIELDS, RopePolicy
 from archon.models.spec import define_family
 
@@ -31,3 +32,4 @@ Qwen35TextModel = BaseArchonModel[Qwen35TextModelArgs]
 Qwen35TextStateDictAdapter, parallelize_qwen3_5_text, SPEC = define_family(
     "qwen3_5_text", Qwen35TextModel, QWEN3_5_HF_MAP, adapter=CompositeStateDictAdapter
 )
+Qwen35TextStateDictAdapter.mtp_names = QWEN_MTP

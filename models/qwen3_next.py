@@ -6,6 +6,7 @@ from archon.models.args.delta_net import DELTA_NET_BLOCKS_HF_MAP, DELTA_NET_FIEL
 from archon.models.args.moe import STEPPED_EXPERT_FIELDS, MoEModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.config import Field, dense_fields, with_defaults
+from archon.models.hf.mtp import QWEN_MTP
 from archon.models.hf.names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
 from archon.models.spec import define_family
 
@@ -38,3 +39,4 @@ Qwen3NextStateDictAdapter, parallelize_qwen3_next, SPEC = define_family(
     DELTA_NET_HF_MAP | DELTA_NET_BLOCKS_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP,
     passthrough=("mtp.*",),
 )
+Qwen3NextStateDictAdapter.mtp_names = QWEN_MTP

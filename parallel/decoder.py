@@ -50,7 +50,8 @@ def parallelize_decoder(
     Args:
         tp_plan: the tensor-parallel plan of the family, by role; used if tp > 1.
         model: a decoder with its blocks in `layers` (an `nn.ModuleDict`), a method `tie_weights`, and `attention_ops`,
-            the attention operators that selective recomputation keeps.
+            the attention operators that selective recomputation keeps. Layers of multi-token prediction, if any, are
+            in `mtp`, each with a `block`.
         parallel_dims: degrees and meshes of the layout.
         param_dtype: dtype of the computation.
         reduce_dtype: dtype in which gradients are accumulated and reduced.
@@ -85,11 +86,15 @@ def parallelize_decoder(
     if fp8 != "none":
         apply_fp8(decoder.layers, dims, fp8, fp8_blocks)
     apply_activation_checkpointing(list(decoder.layers.values()), ac, decoder.attention_ops)
+    mtp_layers: Any = nn.ModuleDict() if getattr(decoder, "mtp", None) is None else decoder.mtp
+    mtp_blocks = nn.ModuleDict({number: layer.block for number, layer in mtp_layers.items()})
+    apply_activation_checkpointing(list(mtp_blocks.values()), ac, decoder.attention_ops)
     vision_encoder = getattr(decoder, "visual", None)
     if vision_encoder is not None:
         apply_activation_checkpointing(list(vision_encoder.blocks), ac, decoder.attention_ops)
     if compiled:
         apply_compile(decoder.layers, memory_budget=budget)
+        apply_compile(mtp_blocks, memory_budget=budget)
     decoder.tie_weights()
     built_dtypes = {
         parameter.dtype
@@ -105,6 +110,7 @@ def parallelize_decoder(
             param_dtype,
             free_blocks=reshard_after_forward_policy != "never",
             free_root=reshard_after_forward_policy == "always",
+            mtp_layers=mtp_layers,
         )
     elif dims.world_size > 1:
         apply_fsdp(
@@ -118,6 +124,7 @@ def parallelize_decoder(
             cpu_offload=cpu_offload,
             keep_gathered=dims.pp_enabled,
             vision_encoder=vision_encoder,
+            mtp_layers=mtp_layers,
         )
     decoder.tie_weights()
     logger.info("parallelized: compute %s, masters %s, compile %s", param_dtype, built_dtypes, compiled)

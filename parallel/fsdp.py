@@ -34,6 +34,7 @@ def apply_fsdp(
     cpu_offload: bool = False,
     keep_gathered: bool = False,
     vision_encoder: nn.Module | None = None,
+    mtp_layers: nn.ModuleDict | None = None,
 ) -> None:
     """Shard each block, the vision encoder as one unit, and the remaining modules with the root.
 
@@ -55,6 +56,8 @@ def apply_fsdp(
         keep_gathered: keep gathered weights by default, for a pipeline stage that runs several micro-batches before the
             first backward.
         vision_encoder: the vision encoder, if the model has one.
+        mtp_layers: the layers of multi-token prediction, if the model has any. Not all forwards run them, so no block
+            prefetches them.
     """
     check_reshard_policy(reshard_after_forward_policy)
     # Activations have param_dtype from the embedding on. Other inputs (temperatures, loss weights) stay wide on
@@ -73,7 +76,7 @@ def apply_fsdp(
         # Parameters with full precision are never cast.
         wide = (module for module in model.modules() if getattr(module, "full_precision", False))
         options["ignored_params"] = {parameter for module in wide for parameter in module.parameters()}
-    for block in blocks:
+    for block in (*blocks, *(mtp_layers or {}).values()):
         if not one_process:
             _shard_inside(block, mesh, expert_mesh, free_block, options)
         fully_shard(block, mesh=mesh, reshard_after_forward=free_block, **options)

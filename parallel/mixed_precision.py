@@ -15,7 +15,13 @@ from archon.parallel.torch_private import foreach_copy_, put_weight, replace_cla
 
 
 def apply_mixed_precision(
-    model: nn.Module, layers: nn.ModuleDict, dtype: torch.dtype, *, free_blocks: bool, free_root: bool
+    model: nn.Module,
+    layers: nn.ModuleDict,
+    dtype: torch.dtype,
+    *,
+    free_blocks: bool,
+    free_root: bool,
+    mtp_layers: nn.ModuleDict | None = None,
 ) -> None:
     """Compute a model in `dtype`, with gradients in the dtype of its parameters, the masters.
 
@@ -29,9 +35,10 @@ def apply_mixed_precision(
         dtype: dtype of the computation.
         free_blocks: free the copies of blocks and of the vision encoder between forward and backward.
         free_root: free the copies of the remaining modules between forward and backward.
+        mtp_layers: the layers of multi-token prediction, further units.
     """
     vision_encoder = getattr(model, "visual", None)
-    units = [*layers.values(), *([] if vision_encoder is None else [vision_encoder])]
+    units = [*layers.values(), *(mtp_layers or {}).values(), *([] if vision_encoder is None else [vision_encoder])]
     wide = {p for module in model.modules() if getattr(module, "full_precision", False) for p in module.parameters()}
     inside = {id(module) for unit in units for module in unit.modules()}
     remaining = [module for module in model.modules() if id(module) not in inside]

@@ -198,6 +198,11 @@ def check_config(
         )
     if not dims.pp_enabled:
         return
+    if config.mtp_loss_weight:
+        raise ConfigError(
+            f"mtp_loss_weight = {config.mtp_loss_weight:g} trains layers that need the embedding and the head on one "
+            "rank, and a pipeline has them on different ranks; use p1, or set it to 0"
+        )
     if config.router_aux_loss_coef:
         raise ConfigError(
             "router_aux_loss_coef needs the routers of all layers at once, and a pipeline has them on different "

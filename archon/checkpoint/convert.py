@@ -124,11 +124,18 @@ def convert(
         if lora is not None:
             base = folder if source_format == "hf" else None
             weights = _with_lora(weights, read_lora_weights(lora, weights.adapter, base, lora_name), dtype)
+        if weights.adapter.args.n_mtp_layers and to != "hf":
+            fail(
+                folder,
+                f"it holds trained multi-token-prediction layers, which the format {to} has no names for; convert it "
+                "to hf",
+            )
         if to == "hf":
             tensors = ((key, stored.read()) for key, stored in weights.tensors.items())
             text_only = is_text_decoder(weights.adapter.args, weights.hf_config["model_type"])
             tokenizer = saved_tokenizer(lora) or weights.tokenizer
             options: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "text_only": text_only}
+            options["adapter"] = weights.adapter if weights.adapter.args.n_mtp_layers else None
             save_hf(destination, tensors, weights.hf_config, like=weights.assets, **options)
         elif to == "native":
             _write_folder(destination, lambda staged: _write_native(staged, weights))
@@ -251,6 +258,9 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
     text = get_model_spec(hf_config["model_type"], text_only=True).model_args_class
     text_only = saved.get("family") == text.__name__
     adapter = _adapter(hf_config, assets, is_critic=bool(saved.get("is_critic")), text_only=text_only)
+    if saved.get("n_mtp_layers"):
+        with HFCheckpoint(assets) as checkpoint_of_config:
+            adapter = adapter.with_mtp(checkpoint_of_config.entries.keys())
     args = adapter.args
     if saved.get("balance_by_bias"):  # a Hugging Face config has no field for it
         args = replace(args, balance_by_bias=True)

@@ -57,6 +57,7 @@ def save_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     passthrough: bool | str | os.PathLike[str] = True,
     text_only: bool = False,
+    adapter: BaseStateDictAdapter | None = None,
 ) -> None:
     """Write a checkpoint that transformers can load: weights, index, config, generation config and tokenizer.
 
@@ -76,6 +77,7 @@ def save_hf(
             leaves them out, for a model that was not loaded from a checkpoint. Quantized tensors become weights of the
             export's dtype: without a `quantization_config` no reader would apply their scales.
         text_only: the weights are the text decoder of a vision-language model; the vision encoder is passed through.
+        adapter: the adapter that made `weights`, if the model has MTP layers; by default that of the config.
 
     Everything is written and synced in a hidden folder next to `path`. One rename (or exchange with an earlier export)
     makes it visible: a kill at any moment leaves either the earlier export or the new one.
@@ -93,7 +95,8 @@ def save_hf(
     assets = None if like is None else checkpoint_folder(like)
     source = assets if isinstance(passthrough, bool) else checkpoint_folder(passthrough)
     config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
-    adapter = get_model_spec(config["model_type"], text_only=text_only).state_dict_adapter_class(config)
+    if adapter is None:
+        adapter = get_model_spec(config["model_type"], text_only=text_only).state_dict_adapter_class(config)
     buffers = keys_of(adapter, adapter.buffer_shapes)
     if dtype == "like" and assets is None:
         raise CheckpointError(
@@ -140,6 +143,7 @@ def save_hf_distributed(
     dtype: ExportDtype = None,
     passthrough: bool | str | os.PathLike[str] = True,
     text_only: bool = False,
+    adapter: BaseStateDictAdapter | None = None,
 ) -> None:
     """Call `save_hf` on rank 0 with `weights`, an iterator that gathers tensors from all ranks. A collective.
 
@@ -151,7 +155,7 @@ def save_hf_distributed(
         try:
             if ranks.rank == 0:
                 options: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "text_only": text_only}
-                save_hf(path, weights, like=like, passthrough=passthrough, **options)
+                save_hf(path, weights, like=like, passthrough=passthrough, adapter=adapter, **options)
         finally:
             for _ in weights:  # gathering is a collective: every rank must finish it, even after an error
                 pass
@@ -296,7 +300,9 @@ def _passthrough_source(
             f"{why}, but {source} holds no weights; name the checkpoint by like, or leave them out by passthrough=False"
         )
     with HFCheckpoint(source) as checkpoint:
-        stored_as = type(adapter)(read_hf_config(source), str(source))
+        stored_as: BaseStateDictAdapter = type(adapter)(read_hf_config(source), str(source))
+        if adapter.args.n_mtp_layers:
+            stored_as = stored_as.with_mtp(checkpoint.entries.keys())
         yield partial(checkpoint.passthrough, stored_as)
 
 

@@ -158,9 +158,12 @@ def load_model(
 def differing_argument(args: BaseModelArgs, other: BaseModelArgs) -> tuple[str, Any, Any] | None:
     """Return the name and both values of the first argument in which two models differ; None for the same model.
 
-    The attention backend does not matter, nor do balancing biases, which are 0 in a model that is saved or loaded.
+    The attention backend does not matter, nor do balancing biases, which are 0 in a model that is saved or loaded, nor
+    multi-token-prediction layers, which a model may leave out.
     """
-    first, second = (asdict(replace(each, attn_type="auto", balance_by_bias=False)) for each in (args, other))
+    first, second = (
+        asdict(replace(each, attn_type="auto", balance_by_bias=False, n_mtp_layers=0)) for each in (args, other)
+    )
     for name in [*first, *second]:
         if first.get(name) != second.get(name):
             return name, first.get(name), second.get(name)
@@ -278,7 +281,12 @@ def save_model(
             f"{like}: its config has {name}={found!r}, the model to save {saved!r}; `like` must be a checkpoint of the "
             "same model"
         )
-    require_zero_expert_biases(model, loaded.adapter)
-    weights = loaded.adapter.export(full_tensors(loadable_tensors(model, loaded.adapter).items()))
+    adapter = loaded.adapter
+    if model.args.n_mtp_layers:
+        with HFCheckpoint(like) as checkpoint:
+            adapter = adapter.with_mtp(checkpoint.entries.keys())
+    require_zero_expert_biases(model, adapter)
+    weights = adapter.export(full_tensors(loadable_tensors(model, adapter).items()))
     limits: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
-    save_hf(path, weights, loaded.hf_config, like=like, passthrough=passthrough, text_only=text_only, **limits)
+    limits |= {"passthrough": passthrough, "text_only": text_only, "adapter": adapter}
+    save_hf(path, weights, loaded.hf_config, like=like, **limits)

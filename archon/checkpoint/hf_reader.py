@@ -268,13 +268,9 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
                 f"no key fills the model's parameter {name!r}; does the adapter belong to another config?",
             )
     for key, name in ties:
-        embedding = adapter.to_hf_map[name]
+        embedding = adapter.to_hf_map[name]  # or the head, for a copy of it in an MTP layer
         if not checkpoint.is_bitwise_equal(key, embedding):
-            fail(
-                checkpoint.files[key].path,
-                f"key {key!r} differs from {embedding!r}, but the config has tie_word_embeddings=true; "
-                "set tie_word_embeddings to false, or remove the key",
-            )
+            fail(checkpoint.files[key].path, f"key {key!r} {adapter.tie_complaint(key)}")
     return read_targets
 
 

@@ -69,6 +69,8 @@ def model_fingerprint(args: BaseModelArgs) -> dict[str, Any]:
     The backends of attention and delta nets are excluded: training may resume with others.
     """
     fields = {name: value for name, value in asdict(args).items() if name not in ("attn_type", "delta_rule")}
+    if not args.n_mtp_layers:  # as in checkpoints of earlier versions
+        del fields["n_mtp_layers"]
     return json.loads(json.dumps({"family": type(args).__name__, **fields}))
 
 

@@ -96,6 +96,17 @@ class PackedBatch:
         """Return labels [T], -100 where `loss_mask` is 0, so that the head skips untrained rows."""
         return self.labels.masked_fill(self["loss_mask"] == 0, IGNORE_INDEX)
 
+    def mtp_targets(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return token t + layer, and the trained label of that token, of each token t; both int64 [T].
+
+        After the end of its document a token is itself, with the label -100.
+        """
+        lengths = self.cu_seqlens.diff()
+        ends = self.cu_seqlens[1:].repeat_interleave(lengths, output_size=self.n_tokens)
+        index = torch.arange(self.n_tokens, device=self.tokens.device)
+        following = torch.where(index + layer < ends, index + layer, index)
+        return self.tokens[following], self.loss_labels()[following].masked_fill(following == index, IGNORE_INDEX)
+
     def temperature(self, default: float) -> float | Tensor:
         """Return the field `temperatures` [T] with zeros replaced by `default`, or `default` without the field."""
         if "temperatures" not in self or "temperatures" in self.per_document:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from archon.checkpoint.hf_io import load_spec, materialize
-from archon.checkpoint.hf_reader import load_hf_weights
+from archon.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
 from archon.checkpoint.peft.reader import read_peft_config, read_saved_modules, read_sizes
 from archon.checkpoint.peft.writer import require_writable
 from archon.engine.threads import use_all_threads
@@ -183,6 +183,16 @@ def model_options(config: EngineConfig, spec: ModelSpec) -> dict[str, Any]:
             "torch"
         )
     return options | {"delta_rule": config.delta_rule}
+
+
+def with_mtp_layers(config: EngineConfig, adapter: BaseStateDictAdapter) -> BaseStateDictAdapter:
+    """Return the adapter with the MTP layers of the checkpoint if the configuration trains them."""
+    if not config.mtp_loss_weight:
+        return adapter
+    if config.init_from_scratch:
+        return adapter.with_mtp(None)
+    with HFCheckpoint(config.path) as checkpoint:
+        return adapter.with_mtp(checkpoint.entries.keys())
 
 
 def check_model(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from archon.engine import heap
@@ -22,13 +22,14 @@ from archon.engine.optim import LRSchedule, clip_gradients, gradient_norm, gradi
 from archon.engine.router_balance import replay_metrics
 from archon.engine.step_in_backward import StepInBackward
 from archon.engine.threads import adjust_threads
-from archon.engine.train_step import BatchLoss, LossGroup, MicroBatchRunner, lora_groups, total_weight
+from archon.engine.train_step import BatchLoss, LossGroup, MicroBatchRunner, lora_groups, mtp_weights, total_weight
 from archon.engine.watchdog import StallWatchdog
 from archon.models.layers.routed_experts import check_replay
 from archon.models.lora.dropout import hash_text
 from archon.models.lora.mapping import NO_LORA
 from archon.models.lora.model import disable_lora, share_frozen
 from archon.models.lora.saved_modules import original_weights
+from archon.models.mtp import MTP_PREFIX
 from archon.parallel.gather import full_tensors
 from archon.parallel.phase import phase
 from archon.schema.config import EngineConfig, OptimizerConfig
@@ -86,9 +87,10 @@ class ArchonEngine(EngineIO):
         Returns:
             `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `tokens_computed` (fewer if documents share a
             prefix), `micro_batches`, `loss_weight` (the denominator), `skipped` (1 if the gradient was not finite; then
-            no weight or moment changed), and the metrics of the loss function. In a multi-LoRA model `loss` is the sum
-            over LoRAs, `lr` the largest rate, `skipped` the number of skipped LoRAs, and NAME/loss and so on are the
-            metrics of each LoRA.
+            no weight or moment changed), and the metrics of the loss function. Trained MTP layers add `mtp_loss` (the
+            mean over their labels) and `mtp_grad_norm`, whose gradients `grad_norm` leaves out. In a multi-LoRA model
+            `loss` is the sum over LoRAs, `lr` the largest rate, `skipped` the number of skipped LoRAs, and NAME/loss
+            and so on are the metrics of each LoRA.
         """
         if self.loras and self.config.optimizer is not None:
             return self._train_loras(batch, loss_fn, loss_weight_fn, temperature)
@@ -96,6 +98,7 @@ class ArchonEngine(EngineIO):
         with self.stall_watch.block():
             metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature, self.built.stepper)
             finite = abs(metrics["grad_norm"]) < float("inf")
+            finite = finite and abs(metrics.get("mtp_grad_norm", 0.0)) < float("inf")
             if self.built.stepper is not None and not finite:
                 self._failed_mid_step = True
                 raise UserError(
@@ -105,7 +108,9 @@ class ArchonEngine(EngineIO):
                 )
             if finite:
                 with phase("optimizer"):
-                    clip_gradients(self.model.parameters(), metrics["grad_norm"], config.max_grad_norm)
+                    trunk, mtp = self._trunk_and_mtp()
+                    clip_gradients(trunk.values(), metrics["grad_norm"], config.max_grad_norm)
+                    clip_gradients(mtp.values(), metrics.get("mtp_grad_norm", 0.0), config.max_grad_norm)
                     optimizer.step()
                 if self.config.router_bias_update_rate:
                     for load in self.built.runner.loads:
@@ -211,7 +216,8 @@ class ArchonEngine(EngineIO):
         """Return the loss of a batch, with the denominators of all ranks."""
         weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
         if not self.loras:
-            return BatchLoss(loss_fn, loss_weight_fn, temperature, weight, {None: LossGroup(weight)})
+            factors = mtp_weights(parts, self.args.n_mtp_layers, self.config.mtp_loss_weight, self.ranks, self.device)
+            return BatchLoss(loss_fn, loss_weight_fn, temperature, weight, {None: LossGroup(weight)}, factors)
 
         def require_loras() -> None:
             if any(NO_LORA in (mb.documents.lora_ids or ()) for mb in parts):
@@ -239,10 +245,22 @@ class ArchonEngine(EngineIO):
             norms = gradient_norms([self.loras[name].parameters for name in loras], self.ranks.pp)
             lora_norms = {f"{name}/grad_norm": norm for name, norm in zip(loras, norms.unbind(), strict=True)}
             return {"grad_norm": norms.square().sum().sqrt(), **lora_norms}
-        parameters = dict(self.model.named_parameters())
+        parameters, mtp = self._trunk_and_mtp()
         if self.adapter.is_tied and self.parallel_dims.pp_enabled:
             parameters.pop("output.weight", None)  # the first stage counts the matrix that the last one shares
-        return {"grad_norm": gradient_norm(parameters.values(), self.ranks.pp)}
+        total_norms = {"grad_norm": gradient_norm(parameters.values(), self.ranks.pp)}
+        if mtp:
+            total_norms["mtp_grad_norm"] = gradient_norm(mtp.values(), self.ranks.pp)
+        return total_norms
+
+    def _trunk_and_mtp(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+        """Return the parameters by name: without the MTP layers, and of the MTP layers.
+
+        Their gradients are clipped separately, so that training the MTP layers does not change the trunk.
+        """
+        named = dict(self.model.named_parameters())
+        mtp = {name: named.pop(name) for name in [*named] if name.startswith(MTP_PREFIX)}
+        return named, mtp
 
     def eval_batch(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0

@@ -346,6 +346,7 @@ class EngineIO:
             dtype=dtype or "like",
             passthrough=False if self._loaded_from is None else self._loaded_from,
             text_only=self.config.vision == "off",
+            adapter=self.adapter if self.args.n_mtp_layers else None,
         )
 
     def _save_loras(self, path: str | os.PathLike[str], lora_name: str | None, tokenizer: Any) -> None:

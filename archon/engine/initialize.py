@@ -24,6 +24,7 @@ from archon.engine.build import (
     model_options,
     resolve_device,
     saved_modules,
+    with_mtp_layers,
 )
 from archon.engine.lora import LoRATrainer, check_loras
 from archon.engine.memory.recompute import resolve_auto
@@ -98,7 +99,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
     loaded = load_spec(
         config.path, is_critic=config.is_critic, init_score=bool(config.init_score), text_only=config.vision == "off"
     )
-    spec, adapter = loaded.spec, loaded.adapter
+    spec, adapter = loaded.spec, with_mtp_layers(config, loaded.adapter)
     args = replace(adapter.args, **model_options(config, spec))
     check_model(config, spec, args, device)
     layout = resolve_layout(config, args.sizes, device.type, supports_gathered=supports_gathered(config.attn_type))
@@ -133,6 +134,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
         repeats_first=config.fp8_recipe == "tensorwise",
         lora_names=lora_names,
         image_format=args.image_format,
+        n_mtp_layers=args.n_mtp_layers,
     )
     model: BaseArchonModel | StagedModel
     runner: MicroBatchRunner | PipelineRunner
@@ -168,6 +170,7 @@ def build_engine(config: EngineConfig, total_steps: int | None) -> BuiltEngine:
     # Gathered keys are the keys of whole documents, and a rounded sum of gradients is not the sum of rounded gradients.
     gathers_keys = dims.cp_enabled and layout.context_parallel == "allgather"
     can_share = backend.supports_prefixed and args.shares_prefixes and not gathers_keys and config.fp8 == "none"
+    can_share = can_share and not args.n_mtp_layers  # the tokens after a shared prefix differ
     return BuiltEngine(
         spec,
         args,

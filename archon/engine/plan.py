@@ -23,6 +23,7 @@ from archon.models.layers.head import IGNORE_INDEX
 from archon.models.layers.routed_experts import UNKNOWN_EXPERT
 from archon.models.lora.dropout import token_keys
 from archon.models.lora.mapping import NO_LORA, LoRAMapping
+from archon.models.mtp import MTPInputs
 from archon.models.vision.images import PackedImages
 from archon.parallel.context import ContextPlan, SequenceShard, TokenShard, contiguous_plan, zigzag_plan
 from archon.parallel.ranks import Ranks
@@ -47,6 +48,7 @@ class ForwardPlan:
         images: the images of this rank's tokens; None if no rank has one.
         routed_experts: the experts to replay for this rank's tokens; None without them.
         lora_mapping: the LoRA of each token on this rank; None without multi-LoRA and LoRA dropout.
+        mtp: the inputs of the MTP layers for this rank's tokens; None to leave them out.
         attn_type: the attention backend.
         gathers_keys: whether context parallelism gathers keys, else it exchanges heads.
     """
@@ -61,6 +63,7 @@ class ForwardPlan:
     images: PackedImages | None
     routed_experts: Tensor | None
     lora_mapping: LoRAMapping | None
+    mtp: MTPInputs | None
     attn_type: str
     gathers_keys: bool
 
@@ -75,7 +78,7 @@ class ForwardPlan:
             attention.lora_mapping = self.lora_mapping
         if hidden is not None:
             return ModelInputs(hidden, positions, attention, None, self.routed_experts)
-        return ModelInputs(tokens, positions, attention, self.images, self.routed_experts)
+        return ModelInputs(tokens, positions, attention, self.images, self.routed_experts, self.mtp)
 
     def _attention(self) -> AttentionMeta:
         """Return how this rank's tokens attend, with the rows of padding and of shared prefixes."""
@@ -120,6 +123,7 @@ class ForwardPlanner:
         repeats_first: padding repeats the first token of the pack, see `archon.parallel.context`.
         lora_names: the LoRAs of a multi-LoRA model, in the order of their indices.
         image_format: the image format of a vision-language model.
+        n_mtp_layers: the number of trained MTP layers.
     """
 
     ranks: Ranks
@@ -130,9 +134,16 @@ class ForwardPlanner:
     repeats_first: bool = False
     lora_names: tuple[str, ...] = ()
     image_format: ImageFormat | None = None
+    n_mtp_layers: int = 0
 
     def plan(
-        self, mb: MicroBatch, scored: ScoredTokens, runs_vision_encoder: bool = False, *, min_tokens: int = 0
+        self,
+        mb: MicroBatch,
+        scored: ScoredTokens,
+        runs_vision_encoder: bool = False,
+        *,
+        min_tokens: int = 0,
+        trains: bool = False,
     ) -> ForwardPlan:
         """Plan the forward of a micro-batch and copy its inputs to the device without a host sync.
 
@@ -141,6 +152,7 @@ class ForwardPlanner:
             scored: the tokens that a language-model head scores; a critic predicts the values of all tokens.
             runs_vision_encoder: whether some rank has an image in this round, so that all run the vision encoder.
             min_tokens: the least tokens of a context-parallel rank, for the fixed shapes of a pipeline.
+            trains: whether a backward follows, so that the MTP layers run.
         """
         documents, order, cp, tp, device = mb.documents, mb.order, self.ranks.cp, self.ranks.tp, self.device
         # 1. Shard the computed tokens. With shared prefixes a rank scores the tokens with hidden states on this rank.
@@ -182,7 +194,9 @@ class ForwardPlanner:
             keys = order.computed(token_keys(documents.tokens, documents.lengths, mb.dropout_seed))
             keys = keys if shard is None else shard.take_cpu(keys, 0)
             lora_mapping = LoRAMapping.for_dropout(keys, device, tp=tp)
-        # 4. Copy the documents to the device.
+        # 4. Shift the tokens and labels of the MTP layers in whole documents, before they are sharded.
+        mtp = self._mtp_inputs(mb, scored, shard, score_shard) if trains and self.n_mtp_layers else None
+        # 5. Copy the documents to the device.
         documents, order = documents.to(device), order.to(device)
         experts = None if documents.routed_experts is None else order.computed(documents.routed_experts)
         if experts is not None and shard is not None:
@@ -198,9 +212,27 @@ class ForwardPlanner:
             images,
             experts,
             lora_mapping,
+            mtp,
             self.attn_type,
             self.kind == "allgather",
         )
+
+    def _mtp_inputs(
+        self, mb: MicroBatch, scored: ScoredTokens, shard: SequenceShard | None, score_shard: TokenShard | None
+    ) -> MTPInputs:
+        """Return this rank's inputs of the MTP layers; an idle micro-batch has no labels."""
+        inputs: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        for layer in range(1, self.n_mtp_layers + 1):
+            tokens, labels = mb.documents.mtp_targets(layer)
+            labels = mb.order.scored(torch.full_like(labels, IGNORE_INDEX) if scored == "none" else labels)
+            rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+            rows = rows if score_shard is None else score_shard.rows(rows)
+            tokens, labels, rows = (to_device_async(x, self.device) for x in (mb.order.computed(tokens), labels, rows))
+            if shard is not None and score_shard is not None:
+                tokens, labels = shard.take_inputs(tokens), score_shard.take(labels, IGNORE_INDEX)
+            for column, x in zip(inputs, (tokens, labels, rows), strict=True):
+                column.append(x)
+        return MTPInputs(*map(tuple, inputs))
 
     def vision_flags(self, parts: Sequence[MicroBatch], rounds: int) -> list[bool]:
         """Return for each round whether a micro-batch of any data-parallel rank has an image."""

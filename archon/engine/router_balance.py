@@ -12,6 +12,7 @@ from torch import Tensor
 
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
+from archon.models.mtp import MTP_PREFIX
 from archon.parallel.comm import all_reduce
 from archon.parallel.ranks import Ranks
 
@@ -50,13 +51,17 @@ class RouterLoad:
 
     @torch.no_grad()
     def update_biases(self, rate: float, ranks: Ranks) -> None:
-        """Add rate * sign(mean count - count) to the biases, in place and equally on every rank."""
+        """Add rate * sign(mean count - count) to the biases, in place and equally on every rank.
+
+        The biases of MTP layers stay as they are.
+        """
         if self._counts is None:
             return
         counts = self._counts
         for group in (ranks.dp, ranks.cp, ranks.tp):
             counts = all_reduce(counts, group)
-        for bias, layer_counts in zip(expert_biases(self.model).values(), counts, strict=True):
+        biases = [bias for name, bias in expert_biases(self.model).items() if not name.startswith(MTP_PREFIX)]
+        for bias, layer_counts in zip(biases, counts, strict=True):
             bias += rate * torch.sign(layer_counts.mean() - layer_counts)
 
 

@@ -19,7 +19,7 @@ from archon.engine.micro_batch import MicroBatch
 from archon.engine.plan import ForwardPlan, ForwardPlanner, ScoredTokens
 from archon.engine.router_balance import RouterLoad
 from archon.models.base import BaseArchonModel
-from archon.models.layers.head import TokenScores, WeightedLoss
+from archon.models.layers.head import IGNORE_INDEX, TokenScores, WeightedLoss
 from archon.models.layers.moe import load_balancing_loss
 from archon.parallel.comm import all_reduce, all_reduce_replicated
 from archon.parallel.fsdp import reshard, set_gradient_reduction
@@ -58,6 +58,7 @@ class BatchLoss:
         weight_fn: counts the units that `fn` sums.
         temperature: the temperature of log-probabilities.
         denominator: the loss weight of the whole batch.
+        mtp_weights: the factor on the summed cross-entropy of each MTP layer.
         groups: the groups by LoRA index; None is the index of the whole batch.
     """
 
@@ -66,6 +67,7 @@ class BatchLoss:
     temperature: float
     denominator: float
     groups: Mapping[int | None, LossGroup]
+    mtp_weights: tuple[float, ...] = ()
 
     @property
     def lora_groups(self) -> list[LossGroup]:
@@ -87,6 +89,27 @@ def total_weight(
     if not total > 0:
         raise BatchError(f"the batch has nothing to train: its loss weight is {total:g} (is loss_mask all zero?)")
     return total
+
+
+def mtp_weights(
+    parts: Sequence[MicroBatch], n_layers: int, loss_weight: float, ranks: Ranks, device: torch.device
+) -> tuple[float, ...]:
+    """Return loss_weight / K / (trained labels on all ranks) of each of the K MTP layers; 0 for a layer without labels.
+
+    DeepSeek-AI 2024, arXiv:2412.19437, equations 24 and 25.
+    """
+    if not n_layers:
+        return ()
+    counts = torch.zeros(n_layers, dtype=torch.float64, device=device)
+    for mb in parts:
+        counts += torch.tensor(_mtp_label_counts(mb, n_layers), dtype=torch.float64, device=device)
+    totals = all_reduce(counts, ranks.dp) if ranks.dp.size > 1 else counts
+    return tuple(loss_weight / n_layers / total if total else 0.0 for total in totals.tolist())
+
+
+def _mtp_label_counts(mb: MicroBatch, n_layers: int) -> list[int]:
+    labels = (mb.documents.mtp_targets(layer)[1] for layer in range(1, n_layers + 1))
+    return [int((layer_labels != IGNORE_INDEX).sum()) for layer_labels in labels]
 
 
 def lora_groups(
@@ -167,7 +190,7 @@ class MicroBatchRunner:
             mb = parts[0 if is_idle else index]
             with phase("forward"):
                 # 1. Plan the forward.
-                plan = self.planner.plan(mb, "none" if is_idle else "trained", runs_vision_encoder)
+                plan = self.planner.plan(mb, "none" if is_idle else "trained", runs_vision_encoder, trains=True)
                 value = self.run_idle(plan) if is_idle else self.loss(plan, loss, sums)
                 del plan  # frees inputs that the backward pass does not need
             if not is_idle:
@@ -194,8 +217,8 @@ class MicroBatchRunner:
         entropy: bool = False,
         loss_weights: Tensor | None = None,
         hidden: Tensor | None = None,
-    ) -> Tensor | TokenScores | WeightedLoss:
-        """Return the scores of all tokens of a micro-batch in pack order, on every rank.
+    ) -> tuple[Tensor | TokenScores | WeightedLoss, tuple[Tensor, ...]]:
+        """Return the scores of all tokens of a micro-batch in pack order, on every rank, and the MTP layers' losses.
 
         Args:
             plan: the plan of the forward.
@@ -218,14 +241,17 @@ class MicroBatchRunner:
             entropy=entropy,
             loss_weights=weights,
         )
+        out, mtp_losses = out if plan.mtp is not None else (out, ())
         # 5. Gather the scores and bring them back to pack order.
+        if plan.score_shard is not None:
+            mtp_losses = tuple(all_reduce_replicated(loss, self.ranks.cp) for loss in mtp_losses)
         if isinstance(out, WeightedLoss):
             loss = out.loss if plan.score_shard is None else all_reduce_replicated(out.loss, self.ranks.cp)
-            return WeightedLoss(loss, plan.in_pack_order(out.logprobs))
+            return WeightedLoss(loss, plan.in_pack_order(out.logprobs)), mtp_losses
         if isinstance(out, TokenScores):
             entropies = None if out.entropy is None else plan.in_pack_order(out.entropy)
-            return TokenScores(plan.in_pack_order(out.logprobs), entropies)
-        return plan.in_pack_order(out)
+            return TokenScores(plan.in_pack_order(out.logprobs), entropies), mtp_losses
+        return plan.in_pack_order(out), mtp_losses
 
     def loss(
         self, plan: ForwardPlan, loss: BatchLoss, sums: MetricSums, *, hidden: Tensor | None = None, fuse: bool = True
@@ -252,7 +278,7 @@ class MicroBatchRunner:
             token_weights = torch.zeros(documents.n_tokens, dtype=torch.float64, device=device)
             for group, part, rows in groups:
                 token_weights[rows] = fn.token_weights(part).double() / group.weight
-            fused = self.forward(plan, loss.temperature, loss_weights=token_weights, hidden=hidden)
+            fused, mtp_losses = self.forward(plan, loss.temperature, loss_weights=token_weights, hidden=hidden)
             assert isinstance(fused, WeightedLoss)
             for group, part, rows in groups:
                 logprobs = fused.logprobs[rows].detach()
@@ -260,9 +286,9 @@ class MicroBatchRunner:
                 if group.name is not None:
                     sums.losses[f"{group.prefix}loss"] -= (token_weights[rows] * logprobs.double()).sum()
             sums.loss += fused.loss.detach()
-            return fused.loss
+            return self._add_mtp(fused.loss, mtp_losses, plan, loss, sums)
         entropy = not self.planner.is_critic and getattr(fn, "needs_entropy", True)
-        scores = self.forward(plan, loss.temperature, entropy=entropy, hidden=hidden)
+        scores, mtp_losses = self.forward(plan, loss.temperature, entropy=entropy, hidden=hidden)
         values, entropies = scores if isinstance(scores, TokenScores) else (_tensor(scores), None)
         total: Tensor | None = None
         for group, part, rows in groups:
@@ -278,18 +304,31 @@ class MicroBatchRunner:
             total = value if total is None else total + value
         assert total is not None
         sums.loss += total.detach()
-        return total
+        return self._add_mtp(total, mtp_losses, plan, loss, sums)
+
+    def _add_mtp(
+        self, value: Tensor, mtp_losses: Sequence[Tensor], plan: ForwardPlan, loss: BatchLoss, sums: MetricSums
+    ) -> Tensor:
+        """Return `value` plus the weighted losses of the MTP layers; add their mean per token to `sums`."""
+        if plan.mtp is None:
+            return value
+        labels = [plan.documents.mtp_targets(layer)[1] for layer in range(1, len(mtp_losses) + 1)]
+        count = torch.stack([(layer_labels != IGNORE_INDEX).sum() for layer_labels in labels]).sum()
+        sums.add({"mtp_loss": (torch.stack([x.detach() for x in mtp_losses]).sum(), count)})
+        # The trunk's loss is added with factor 1, so its gradients are the same bits as without MTP layers.
+        return value + sum(weight * x for weight, x in zip(loss.mtp_weights, mtp_losses, strict=True))
 
     def run_idle(self, plan: ForwardPlan, hidden: Tensor | None = None) -> Tensor:
         """Run a forward without scores; return a loss with zero gradients, for the collectives of other ranks."""
-        out = self.forward(plan, hidden=hidden)
-        return ((out.logprobs if isinstance(out, TokenScores) else _tensor(out)) * 0.0).sum()
+        out, mtp_losses = self.forward(plan, hidden=hidden)
+        scores = out.logprobs if isinstance(out, TokenScores) else _tensor(out)
+        return (scores * 0.0).sum() + sum(loss * 0.0 for loss in mtp_losses)
 
     def score(
         self, plan: ForwardPlan, temperature: float, entropy: bool, *, hidden: Tensor | None = None
     ) -> list[Tensor]:
         """Return logprobs [T] and, with `entropy`, entropies [T]; or a critic's values [T]."""
-        out = self.forward(plan, temperature, entropy=entropy, hidden=hidden)
+        out, _ = self.forward(plan, temperature, entropy=entropy, hidden=hidden)
         if not isinstance(out, TokenScores):
             return [_tensor(out)]
         return [out.logprobs] if out.entropy is None else [out.logprobs, out.entropy]

@@ -494,6 +494,13 @@ class EngineConfig(StrictModel):
     router_aux_loss_coef: float = Field(
         0.0, ge=0, description="weight of the auxiliary load-balancing loss of MoE models"
     )
+    mtp_loss_weight: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the multi-token-prediction loss, the mean over MTP layers of their cross-entropy per "
+        "token (DeepSeek-V3's lambda). It trains these layers alone; 0: off, exports copy them bitwise. Turns "
+        "share_prefixes off",
+    )
     router_bias_update_rate: float = Field(
         0.0,
         ge=0,
@@ -562,6 +569,8 @@ class EngineConfig(StrictModel):
                     "gradient_reduction = step_in_backward has one optimizer, and lora.loras trains several LoRAs; set "
                     "it to per_step"
                 )
+        if self.mtp_loss_weight:
+            self._check_mtp()
         if self.vision == "trained" and self.lora is not None:
             raise ValueError(
                 "vision = 'trained' trains the vision encoder, and lora freezes all weights; name modules of the "
@@ -573,6 +582,28 @@ class EngineConfig(StrictModel):
                 "and optimizer is null; set it to 0"
             )
         return self
+
+    def _check_mtp(self) -> None:
+        """Raise ValueError for options that do not work with multi-token prediction."""
+        problem = ""
+        if self.lora is not None:
+            problem = "lora freezes all other weights; set lora to null"
+        elif self.is_critic:
+            problem = "a critic has no language-model head; set is_critic to false"
+        elif self.optimizer is None:
+            problem = "optimizer is null; set one"
+        elif self.gradient_reduction == "step_in_backward":
+            problem = (
+                "gradient_reduction = step_in_backward does not separate their gradients; set it to per_step or "
+                "per_microbatch"
+            )
+        elif self.activation_checkpoint.mode == "auto":
+            problem = "activation_checkpoint.mode = auto does not predict their memory; choose another mode"
+        if problem:
+            raise ValueError(
+                f"mtp_loss_weight = {self.mtp_loss_weight:g} trains multi-token-prediction layers, and {problem}, or "
+                "mtp_loss_weight to 0"
+            )
 
     @model_validator(mode="after")
     def _check_loras(self) -> EngineConfig:
@@ -634,12 +665,14 @@ def derive_critic(model: EngineConfig, changes: Mapping[str, Any], source: str) 
     """
     if changes.get("is_critic") is False:
         raise ConfigError(f"{source}.is_critic is false, and this model is a critic; leave it out")
-    return derive_engine(model, {"init_score": True, "lora": None, **changes, "is_critic": True}, source)
+    fixed = {"is_critic": True, "mtp_loss_weight": 0.0}
+    return derive_engine(model, {"init_score": True, "lora": None, **changes, **fixed}, source)
 
 
 def derive_reference(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
     """Derive a reference model: no optimizer, no bias updates, no LoRA (the reference of a LoRA is its base model)."""
-    return derive_engine(model, {"lora": None, **changes, "optimizer": None, "router_bias_update_rate": 0.0}, source)
+    fixed = {"optimizer": None, "router_bias_update_rate": 0.0, "mtp_loss_weight": 0.0}
+    return derive_engine(model, {"lora": None, **changes, **fixed}, source)
 
 
 def require_output(file: Path, suffix: str, inputs: Iterable[Path | None] = ()) -> None:

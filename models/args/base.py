@@ -93,6 +93,8 @@ class BaseModelArgs:
         initializer_range: Standard deviation of newly initialized matrices.
         balance_by_bias: Auxiliary-loss-free load balancing by a bias per expert, see `ExpertsLayer.balance`.
         is_composite: The decoder is part of a composite checkpoint, see `composite_types`.
+        n_mtp_layers: Layers for multi-token prediction after the last layer, see `archon.models.mtp`. A config does not
+            set it: by default these layers are passthrough tensors.
         is_critic: The model has a value head `score` instead of the language-model head.
         attn_type: Attention backend, `auto` or a registered name.
         biases_all_projections: `attention_bias` also sets `attention_out_bias`.
@@ -151,6 +153,7 @@ class BaseModelArgs:
     initializer_range: float = 0.02
     balance_by_bias: bool = False
     is_composite: bool = False
+    n_mtp_layers: int = 0
     is_critic: bool = False
     attn_type: str = "auto"
 
@@ -262,6 +265,15 @@ class BaseModelArgs:
         if not self.balance_by_bias:
             return layers
         return tuple(replace(spec, feed_forward=spec.feed_forward.with_balancing_bias()) for spec in layers)
+
+    def mtp_layer(self) -> LayerSpec:
+        """Return the spec of the block in each MTP layer: by default the last layer's."""
+        return self.layer(self.n_layers - 1)
+
+    @property
+    def mtp_specs(self) -> tuple[LayerSpec, ...]:
+        """The blocks of the MTP layers, in order."""
+        return (self.mtp_layer(),) * self.n_mtp_layers
 
     @property
     def expert_layers(self) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from archon.models.args.base import BaseModelArgs
@@ -14,7 +14,7 @@ from archon.models.hf.rope import RopePolicy
 from archon.models.layers.delta_net import DeltaNetLayer
 from archon.models.layers.delta_rule import DeltaRule
 from archon.models.layers.norm import NormSpec
-from archon.models.layers.spec import MixerSpec
+from archon.models.layers.spec import LayerSpec, MixerSpec
 from archon.schema.errors import ConfigError
 
 DELTA_NET, ATTENTION = "linear_attention", "full_attention"
@@ -91,6 +91,10 @@ class DeltaNetModelArgs(BaseModelArgs):
             self.hidden_act,
             self.delta_rule,
         )
+
+    def mtp_layer(self) -> LayerSpec:
+        """See `BaseModelArgs.mtp_layer`; its mixer is gated attention."""
+        return replace(super().mtp_layer(), mixer=super().mixer(self.n_layers - 1))
 
     @classmethod
     def decoder_config(cls, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

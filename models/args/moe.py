@@ -9,7 +9,7 @@ from archon.models.args.base import BaseModelArgs
 from archon.models.hf.checks import reject_field, require
 from archon.models.hf.config import Field
 from archon.models.layers.moe import ExpertsLayer
-from archon.models.layers.spec import FeedForwardSpec
+from archon.models.layers.spec import FeedForwardSpec, LayerSpec
 
 # Bounds the number of tensor names; no real model has more than 25,000 experts over all layers.
 MAX_EXPERTS = 2**20
@@ -164,6 +164,10 @@ class GroupRoutedArgs(MoEModelArgs):
     def __post_init__(self) -> None:
         self.shared_hidden_dim = self.n_shared_experts * self.moe_hidden_dim
         super().__post_init__()
+
+    def mtp_layer(self) -> LayerSpec:
+        """See `BaseModelArgs.mtp_layer`; it has experts even if the last layer is dense."""
+        return replace(super().mtp_layer(), feed_forward=self.experts())
 
     def experts(self) -> ExpertsLayer:
         """See `MoEModelArgs.experts`."""

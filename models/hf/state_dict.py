@@ -10,22 +10,24 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from archon.models.base import BaseArchonModel
-from archon.models.hf.config import as_dict
+from archon.models.hf.config import MAX_LAYERS, as_dict
 from archon.models.hf.config_object import HFConfig
 from archon.models.hf.fused_tensors import Fused, Placement, place_parts
+from archon.models.hf.mtp import DEEPSEEK_MTP, MTPNames
 from archon.models.hf.names import DENSE_HF_MAP, HFMap, rename_prefix, transformers_map
 from archon.models.hf.quantization import quantization_field, read_quantization
 from archon.parallel.torch_private import is_changed
-from archon.schema.errors import CheckpointError, FamilyError
+from archon.schema.errors import CheckpointError, ConfigError, FamilyError
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ class BaseStateDictAdapter:
     Subclasses set `model_class`, and `from_hf_map` unless it is the dense map. `passthrough` lists key patterns of
     tensors that the model does not use, such as multi-token-prediction layers or the vision encoder. In a pattern
     `*` matches any characters, and braces hold an argument: "model.layers.{n_layers}.*". Passthrough tensors are not
-    loaded; an export copies them from the source checkpoint.
+    loaded; an export copies them from the source checkpoint. `mtp_names` are the names of multi-token-prediction
+    layers that the model can train, see `with_mtp`; their `mtp_copies` of parameters of the trunk are checked on load
+    and written on export.
 
     Args:
         hf_config: The checkpoint's config, an object or a dictionary.
@@ -120,6 +124,8 @@ class BaseStateDictAdapter:
     model_class: ClassVar[type[BaseArchonModel]]
     from_hf_map: ClassVar[HFMap] = DENSE_HF_MAP
     passthrough: tuple[str, ...] = ()
+    mtp_names: ClassVar[MTPNames | None] = None
+    mtp_copies: Mapping[str, str] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -233,9 +239,50 @@ class BaseStateDictAdapter:
 
     def _with_map(self, hf_map: HFMap) -> BaseStateDictAdapter:
         adapter = copy.copy(self)
-        kept = {"args", "quantization", "hf_assets_path", "init_score", "passthrough"} & self.__dict__.keys()
+        fields = {"args", "quantization", "hf_assets_path", "init_score", "passthrough", "mtp_copies"}
+        kept = fields & self.__dict__.keys()
         adapter.__dict__ = {name: self.__dict__[name] for name in kept}
         adapter.__dict__["from_hf_map"] = hf_map
+        return adapter
+
+    def with_mtp(self, keys: Collection[str] | None) -> BaseStateDictAdapter:
+        """Return the adapter of the same model with its multi-token-prediction layers, see `archon.models.mtp`.
+
+        Args:
+            keys: the keys of the checkpoint, which have the layers; None for one layer of new weights.
+
+        Raises:
+            ConfigError: The family has no such layers, the checkpoint has none, or they have another form.
+        """
+        names, args = self.mtp_names, self.args
+        if names is None or self.overrides or (args.is_composite and names.counts_from_trunk):
+            hint = ", or vision to off" if args.image_format is not None else ""
+            raise ConfigError(
+                f"mtp_loss_weight trains multi-token-prediction layers, and archon computes none of "
+                f"{'composite checkpoints of ' * args.is_composite}{type(args).__name__.removesuffix('ModelArgs')}; "
+                f"set it to 0{hint}"
+            )
+        if args.rope_depends_on_length:
+            raise ConfigError(
+                f"mtp_loss_weight trains multi-token-prediction layers, and RoPE of kind {args.rope_scaling.kind} "
+                "depends on the length of a document, which ends earlier for these layers; set it to 0"
+            )
+        last = args.n_layers
+        known = [k for k in range(MAX_LAYERS) if any(key.startswith(names.prefix(k, last)) for key in keys or ())]
+        count = 1 if keys is None else len(known)
+        if not count or (names.most is not None and count > names.most):
+            expected = "at least 1" if names.most is None else f"{names.most}"
+            raise ConfigError(
+                f"mtp_loss_weight trains multi-token-prediction layers, and the checkpoint{self._where()} has {count} "
+                f"(keys {names.prefix(0, last)}*); expected {expected}: set mtp_loss_weight to 0, or use a checkpoint "
+                "that includes them"
+            )
+        hf_map = names.complete(self.from_hf_map, count, last)
+        adapter = self._with_map(hf_map)
+        adapter.args = replace(args, n_mtp_layers=count)
+        head = "tok_embeddings.weight" if self.is_tied else "output.weight"
+        copies = {hf: head if name == "output.weight" else name for hf, name in names.copied(count, last).items()}
+        adapter.mtp_copies = {hf: name for hf, name in copies.items() if hf in (keys or ())}
         return adapter
 
     def for_keys(self, tensors: Mapping[str, Any]) -> BaseStateDictAdapter:
@@ -354,7 +401,7 @@ class BaseStateDictAdapter:
                 targets[template.format(*indices, *row)] = tuple(
                     NativeTarget(part, index, placement) for part, placement in zip(names, placements, strict=True)
                 )
-        return targets
+        return targets | {hf: (NativeTarget(name, must_equal=True),) for hf, name in self.mtp_copies.items()}
 
     def _parts(
         self, template: str, indices: tuple[str, ...], *, stacked: bool
@@ -386,6 +433,20 @@ class BaseStateDictAdapter:
             for target in targets:
                 names[target.name].append(hf)
         return names
+
+    def tie_complaint(self, hf_name: str) -> str:
+        """Return the rest of the error for a key that must equal a parameter, and does not."""
+        if hf_name in self.mtp_copies:
+            shared = self.to_hf_map[self.mtp_copies[hf_name]]
+            return (
+                f"differs from {shared!r}, and multi-token-prediction layers share it with the trunk; set "
+                "mtp_loss_weight to 0"
+            )
+        embedding = self.to_hf_map["tok_embeddings.weight"]
+        return (
+            f"differs from {embedding!r}, but the config has tie_word_embeddings=true; set tie_word_embeddings to "
+            "false, or remove the key"
+        )
 
     def hf_names(self, name: str) -> list[str]:
         """Return the Hugging Face tensors that hold a parameter; a stacked parameter may span many."""
@@ -512,10 +573,7 @@ class BaseStateDictAdapter:
             native[name] = torch.stack([by_row[row] for row in sorted(by_row)])
         for hf_name, name in ties.items():
             if not torch.equal(state[hf_name], native[name]):
-                raise CheckpointError(
-                    f"{hf_name!r}{self._where()} differs from the embedding it is tied to; "
-                    "set tie_word_embeddings to false or remove it"
-                )
+                raise CheckpointError(f"{hf_name!r}{self._where()} {self.tie_complaint(hf_name)}")
         return native
 
     def load_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -560,6 +618,8 @@ class MTPStateDictAdapter(BaseStateDictAdapter):
     `num_nextn_predict_layers` or `num_mtp_layers` of the config is their number. Published checkpoints without either
     field, or with 0, have up to one such layer.
     """
+
+    mtp_names = DEEPSEEK_MTP
 
     def __init__(self, hf_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(hf_config, *args, **kwargs)

@@ -78,6 +78,7 @@ class LMHead(nn.Linear):
         weights: Tensor | None = None,
         rows: Tensor | None = None,
         token_rows: Tensor | None = None,
+        detached: bool = False,
     ) -> Tensor | TokenScores | WeightedLoss:
         """Return logits [T, vocab], `TokenScores` with labels, or `WeightedLoss` with labels and weights.
 
@@ -95,6 +96,7 @@ class LMHead(nn.Linear):
                 checks them, which makes the host wait for the GPU.
             token_rows: int64 [T], the row of hidden (over all tensor-parallel ranks) that predicts each label; row t by
                 default. Documents with a shared prefix share rows.
+            detached: compute scores or the loss without a gradient of the weight.
 
         Raises:
             ValueError: a label is outside the vocabulary, a temperature is not positive, or labels are missing.
@@ -111,7 +113,7 @@ class LMHead(nn.Linear):
         if weights is not None and rows is None:
             labels = labels.masked_fill(weights == 0, IGNORE_INDEX)
         selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows, token_rows)
-        matrix = local(self.weight)
+        matrix = local(self.weight.detach() if detached else self.weight)
         options: dict[str, Any] = {"soft_cap": self.soft_cap, "group": self.tp, "lora": self._lora_operands(hidden)}
         if weights is not None:
             weights = selected.select(weights)

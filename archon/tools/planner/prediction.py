@@ -99,7 +99,7 @@ def predict(config: EngineConfig, hf_config: Mapping[str, Any], hardware: Hardwa
     """Return the prediction of training steps on full micro-batches.
 
     Raises:
-        ConfigError: the memory of a GPU is too small.
+        ConfigError: the memory of a GPU is too small, or the configuration trains MTP layers.
     """
     spec, args, loras, saved = _read_model(config, hf_config)
     planner, layout = Planner(spec, args, hardware, sum_lora_ranks(loras), saved), parse_layout(config.layout)
@@ -139,6 +139,11 @@ def predict_recompute(config: EngineConfig, hf_config: Mapping[str, Any], device
 def _read_model(
     config: EngineConfig, hf_config: Mapping[str, Any]
 ) -> tuple[ModelSpec, BaseModelArgs, dict[str | None, dict[str, LoRASize]], tuple[str, ...]]:
+    if config.mtp_loss_weight:
+        raise ConfigError(
+            f"mtp_loss_weight = {config.mtp_loss_weight:g} trains multi-token-prediction layers, and the planner does "
+            "not count their memory and time; set it to 0 for the prediction"
+        )
     spec = get_model_spec(str(hf_config["model_type"]))
     args = spec.model_args_class.from_hf_config(hf_config, is_critic=config.is_critic)
     adapter = spec.state_dict_adapter_class(dict(hf_config))

@@ -25,6 +25,7 @@ from tests.mutants.catalog import (
     layouts,
     lora,
     losses,
+    mtp,
     multi_lora,
     quantized,
     remote,
@@ -45,6 +46,6 @@ ROOMS = (
     attention, latents, delta_nets, experts, fp8, layers, head, lora, multi_lora, configs, weights, layouts,
     engine, checkpoints, quantized, dcp, generation, decoding, training, runs, rollouts, remote, fleet, agents, compat,
     advantages, losses, update, served_lora, environments, replay, vision, images, rows,
-    training_service,
+    training_service, mtp,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
