@@ -349,8 +349,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the key of inference servers goes to others",
         "archon/remote/http.py",
-        "if sends_key and os.environ.get(KEY):",
-        "if os.environ.get(KEY):",
+        "(os.environ.get(KEY) if sends_key else None)",
+        "os.environ.get(KEY)",
         ("tests/remote/test_http.py::test_the_key_is_sent_to_inference_servers_only",),
     ),
     Mutant(
