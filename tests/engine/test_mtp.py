@@ -20,10 +20,14 @@ import archon
 from archon.checkpoint.convert import convert
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.generation.inprocess import InProcessEngine
+from archon.generation.types import GenerationHyperparameters, ModelRequest
 from archon.models import get_model_spec
 from archon.models.attention.meta import PackedAttention
 from archon.models.base import ModelInputs
+from archon.models.layers.moe import expert_biases
 from archon.models.mtp import MTP_PREFIX
+from archon.rl.weight_sync import PushedWeights
 from archon.schema.config import EngineConfig, derive_reference
 from archon.schema.errors import CheckpointError, ConfigError
 from archon.tools.check.family import REFERENCES
@@ -475,3 +479,71 @@ def test_a_layer_chain_predicts_further_tokens(tmp_path: Path) -> None:
     count = len(tokens)
     expected = (float(first) * (count - 2) + float(later) * (count - 3)) / (2 * count - 5)
     assert metrics["mtp_loss"] == pytest.approx(expected, rel=PARITY_FP64)
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_the_text_of_a_composite_checkpoint_trains_its_layer(moe: bool, tmp_path: Path) -> None:
+    family = "qwen3_5_moe_text" if moe else "qwen3_5_text"
+    folder, model_type = checkpoint(tmp_path, family), family.removesuffix("_text")
+    tensors = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: x
+        for name, x in load_file(folder / FILE).items()
+    }
+    encoder = torch.randn(3, 2, dtype=torch.float64)
+    (tmp_path / "composite").mkdir()
+    save_file(tensors | {"model.visual.pos_embed.weight": encoder}, tmp_path / "composite" / FILE, {"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    composite = {
+        "model_type": model_type,
+        "text_config": text,
+        "vision_config": {},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+    (tmp_path / "composite" / "config.json").write_text(json.dumps(composite))
+    options = {"optimizer": {"lr": 1e-2}, "scheduler": {"warmup_steps": 0}}
+    single = engine_of(folder, **options)
+    engine = engine_of(tmp_path / "composite", vision="off", **options)
+    (expected, metrics), (actual, found) = (mtp_gradients(each, sft_batch()) for each in (single, engine))
+    assert found == metrics and actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], grad) for name, grad in expected.items())
+    engine.train_batch(sft_batch(), CrossEntropyLoss(), loss_token_count)
+    engine.save(tmp_path / "out")
+    exported = load_file(tmp_path / "out" / FILE)
+    assert exported.keys() == tensors.keys() | {"model.visual.pos_embed.weight"}
+    assert torch.equal(exported["model.visual.pos_embed.weight"], encoder)
+    assert not torch.equal(exported["mtp.fc.weight"], tensors["mtp.fc.weight"])
+
+
+def test_pushes_hold_the_trained_layer_and_the_generator_leaves_it_out(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "glm4_moe")
+    options = {"dtype": "float32", "optimizer": {"lr": 1e-2}, "scheduler": {"warmup_steps": 0}}
+    trained, without = engine_of(folder, **options), engine_of(folder, **options | {"mtp_loss_weight": 0.0})
+    answers = []
+    for engine in (trained, without):
+        generator = InProcessEngine.from_model(
+            engine.full_model, weights="snapshot", page_size=4, n_pages=50, max_slots=2
+        )
+        generator.record_experts()
+        engine.train_batch(sft_batch(), CrossEntropyLoss(), loss_token_count)
+        generator.update_weights(engine.full_model)
+        (answer,) = generator.generate(
+            [ModelRequest([3, 1, 4], GenerationHyperparameters(max_new_tokens=6, greedy=True))]
+        )
+        answers.append((answer.output_tokens, answer.output_logprobs))
+    assert answers[0] == answers[1]
+    pushed = dict(PushedWeights(trained).tensors("float32"))
+    PushedWeights(trained).write("disk", tmp_path / "pushed", "float32")
+    stored = load_file(tmp_path / "pushed" / FILE)
+    before = load_file(folder / FILE)
+    assert pushed.keys() == stored.keys() == before.keys()
+    assert all(torch.equal(stored[name].to(x.dtype), x) for name, x in pushed.items())
+    moved = f"model.layers.{config_of('glm4_moe')['num_hidden_layers']}.eh_proj.weight"
+    assert not torch.equal(pushed[moved], before[moved].float())
+
+
+def test_balancing_moves_the_biases_of_the_trunk_alone(tmp_path: Path) -> None:
+    engine = engine_of(checkpoint(tmp_path, "glm4_moe"), router_bias_update_rate=0.1)
+    before = {name: bias.clone() for name, bias in expert_biases(engine.model).items()}
+    engine.train_batch(sft_batch(), CrossEntropyLoss(), loss_token_count)
+    same = {name for name, bias in expert_biases(engine.model).items() if torch.equal(bias, before[name])}
+    assert same == {"mtp.0.block.moe.router.expert_bias"}
