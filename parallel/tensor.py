@@ -60,7 +60,8 @@ def _parallel_style(plan: Mapping[str, ParallelStyle], role: str, name: str) -> 
 
 
 def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, style: ParallelStyle) -> None:
-    weight, bias = module.weight, getattr(module, "bias", None)
+    bias, quantized = getattr(module, "bias", None), getattr(module, "quantized", None)
+    weight = module.weight if quantized is None else quantized
     placement: Placement = Replicate()
     if style == "split_rows":
         heads = getattr(module, "heads", None)
@@ -79,7 +80,9 @@ def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, style: Parall
             raise LayoutError(f"tp = {group.size} does not divide the {weight.shape[1]} input features of {name}")
         placement = Shard(1)
     # named_modules visits a tied weight twice; shard it once.
-    if not isinstance(weight, DTensor):
+    if quantized is not None:
+        quantized.shard(mesh, placement, name)
+    elif not isinstance(weight, DTensor):
         shard_parameter(module, "weight", mesh, (placement,))
     if bias is not None:
         shard_parameter(module, "bias", mesh, (placement if placement == Shard(0) else Replicate(),))

@@ -33,6 +33,7 @@ from archon.checkpoint.safetensors_file import (
 from archon.checkpoint.tensor_reader import JobReader, RowDecoder, Source, lazy_tensor, read_jobs
 from archon.models.hf.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.models.lora.model import is_lora
+from archon.models.lora.quantized_base import is_quantized, quantized_weights
 from archon.parallel.fsdp import local_region, local_tensor
 from archon.schema.errors import CheckpointError, ConfigError
 from archon.schema.files import JSON_BYTES, read_limited
@@ -182,6 +183,24 @@ def load_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, path: str |
             copy_hf_weights(model, adapter, state)
         else:
             checkpoint.read(match_parameters(checkpoint, model, adapter))
+            _read_quantized(checkpoint, model, adapter.for_keys(checkpoint.entries))
+
+
+def _read_quantized(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseStateDictAdapter) -> None:
+    """Quantize the matrices of a quantized base, one whole matrix in memory at a time.
+
+    Every rank reads whole matrices, because a scale of scales spans rows of several ranks.
+    """
+    weights = quantized_weights(model)
+    sources: dict[str, list[tuple[str, StoredTensor, NativeTarget]]] = {name: [] for name in weights}
+    for key, tensor in checkpoint.tensors(adapter).items() if weights else ():
+        for target in adapter.hf_to_native(key):
+            if target.name in weights:
+                sources[target.name].append((key, tensor, target))
+    for name, quantized in weights.items():
+        whole = torch.empty(quantized.shape)
+        checkpoint.read([read for source in sources[name] for read in _read_targets(*source, whole, adapter)])
+        quantized.quantize_(whole, name)
 
 
 def require_shapes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> None:
@@ -213,14 +232,17 @@ def copy_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, state: Mapp
     Raises:
         CheckpointError: a key or a parameter is not used exactly once, or a weight is an integer.
     """
-    native = adapter.load_hf(state)
+    native, quantized = adapter.load_hf(state), quantized_weights(model)
     for name, tensor in loadable_tensors(model, adapter).items():
         source = "tok_embeddings.weight" if name == "output.weight" and adapter.is_tied else name
         if source not in native:  # a new score head
             continue
         if native[source].dtype not in WEIGHT_DTYPES:
             raise CheckpointError(f"parameter {name!r} is {native[source].dtype}; dequantize the model first")
-        local_tensor(tensor).copy_(native[source][local_region(tensor)])
+        if name in quantized:
+            quantized[name].quantize_(native[source], name)
+        else:
+            local_tensor(tensor).copy_(native[source][local_region(tensor)])
 
 
 def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseStateDictAdapter) -> list[ReadTarget]:
@@ -248,7 +270,9 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
                 continue
             _check_stored(key, tensor, target, expected[key])
             if target.name in local:
-                read_targets += _read_targets(key, tensor, target, local[target.name], adapter)
+                # The matrices of a quantized base are on the meta device; `_read_quantized` reads them.
+                if not local[target.name].is_meta:
+                    read_targets += _read_targets(key, tensor, target, local[target.name], adapter)
             elif holds_all:
                 fail(file, f"key {key!r} is parameter {target.name!r}, which the model does not have")
             if target.name == "tok_embeddings.weight" and "output.weight" in local and adapter.is_tied:
@@ -275,10 +299,15 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
 
 
 def loadable_tensors(model: nn.Module, adapter: BaseStateDictAdapter) -> dict[str, Tensor]:
-    """Return the tensors of a model that a checkpoint fills: parameters, and buffers in the adapter's map."""
+    """Return the tensors of a model that a checkpoint fills: parameters, and buffers in the adapter's map.
+
+    The matrices of a quantized base are whole tensors on the meta device.
+    """
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in adapter.buffer_shapes}
     parameters = model.named_parameters()
-    return {name: parameter.detach() for name, parameter in parameters if not is_lora(name)} | buffers
+    plain = {name: p.detach() for name, p in parameters if not is_lora(name) and not is_quantized(name)}
+    quantized = {name: torch.empty(weight.shape, device="meta") for name, weight in quantized_weights(model).items()}
+    return plain | quantized | buffers
 
 
 def _check_stored(key: str, stored: StoredTensor, target: NativeTarget, expected: tuple[int, ...]) -> None:

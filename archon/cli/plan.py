@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -91,12 +91,12 @@ def command(
     args = spec.model_args_class.from_hf_config(hf_config)
     fields = read_values(None, lora) if lora else run.get("lora")
     names = spec.state_dict_adapter_class(hf_config)
-    sizes, saved = (None, ()) if fields is None else planned_lora(names, fields)
+    planned = PlannedLoRA() if fields is None else planned_lora(names, fields)
     length = seq or run.get("seq") or 4096
     batch = run["documents"] * length if run else 1 << 20
     request = PlanRequest(str(model), gpus, tokens or batch, length, dtype or run.get("dtype") or "bfloat16", fields)
     request = request._replace(fp8=fp8 or run.get("fp8") or "none")
-    plan = Planner(spec, args, hardware, sizes, saved).plan(request)
+    plan = Planner(spec, args, hardware, *planned).plan(request)
     best_config = run_config(request, plan.best[0].candidate) if plan.best else None
     text = "" if best_config is None else yaml.safe_dump(best_config, sort_keys=False)
     if as_json:
@@ -128,13 +128,21 @@ def plan_request(file: Path) -> dict[str, Any]:
     }
 
 
-def planned_lora(names: BaseStateDictAdapter, fields: dict[str, Any]) -> tuple[dict[str, LoRASize], tuple[str, ...]]:
-    """Return LoRA sizes by native name, and native names of saved modules, for fields of `model.lora`.
+class PlannedLoRA(NamedTuple):
+    """LoRA sizes by native name, native names of saved modules, and the format of the base; None trains all weights."""
+
+    sizes: dict[str, LoRASize] | None = None
+    saved_modules: tuple[str, ...] = ()
+    quantize_base: Literal["none", "nf4", "fp8"] = "none"
+
+
+def planned_lora(names: BaseStateDictAdapter, fields: dict[str, Any]) -> PlannedLoRA:
+    """Return the LoRA of fields of `model.lora`.
 
     Raises:
-        ConfigError: The fields describe several LoRAs.
+        ConfigError: The fields describe several LoRAs, or a base that cannot be quantized.
     """
-    from archon.engine.build import lora_sizes, saved_modules
+    from archon.engine.build import check_quantized_base, lora_sizes, saved_modules
     from archon.schema.config import LoRAConfig
     from archon.schema.errors import ConfigError
 
@@ -145,7 +153,9 @@ def planned_lora(names: BaseStateDictAdapter, fields: dict[str, Any]) -> tuple[d
             f"--lora rank={sum(each.rank for each in lora.loras.values())}"
         )
     sizes = lora_sizes(names, lora)
-    return sizes, saved_modules(names, lora, sizes)
+    saved = saved_modules(names, lora, sizes)
+    check_quantized_base(lora.quantize_base, names, sizes, saved)
+    return PlannedLoRA(sizes, saved, lora.quantize_base)
 
 
 def _calibrate(gpu: str, dtype: str, file: Path) -> None:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,8 +21,9 @@ from archon.engine.threads import use_all_threads
 from archon.models.args.base import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.hf.state_dict import BaseStateDictAdapter
-from archon.models.layers.moe import expert_biases
+from archon.models.layers.moe import GroupedExperts, expert_biases
 from archon.models.lora.model import Fill, add_lora, initialize_magnitudes, initializers
+from archon.models.lora.quantized_base import NF4_BLOCK, BaseFormat, is_quantizable, quantize_base
 from archon.models.lora.saved_modules import resolve_saved_modules, train_saved_modules
 from archon.models.lora.targets import VISION_PREFIX, LoRASize, resolve_lora_sizes
 from archon.models.spec import ModelSpec
@@ -86,6 +87,8 @@ class ModelBuilder:
         model = self.full_model()
         remove(model)
         model.untie_weights()
+        if config.lora is not None and config.lora.quantize_base != "none":
+            quantize_base(model.layers, config.lora.quantize_base)
         fp8: dict[str, Any] = {"fp8": config.fp8_recipe} if blocks else {}
         if 0 < len(blocks) < self.args.n_layers:
             fp8["fp8_blocks"] = blocks
@@ -212,6 +215,34 @@ def check_model(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs, devi
     if config.vision == "trained" and args.image_format is None:
         raise ConfigError(f"vision = 'trained' trains a vision encoder, and family {spec.name} has none; leave it out")
     check_fp8(config, args, device)
+
+
+def check_quantized_base(
+    format: BaseFormat | Literal["none"],
+    adapter: BaseStateDictAdapter,
+    sizes: Mapping[str, LoRASize],
+    saved: Collection[str],
+) -> None:
+    """Raise ConfigError if the base has no layer to quantize, or has experts, or if a LoRA needs whole weights."""
+    if format == "none":
+        return
+    has = f"lora.quantize_base is {format}, and"
+    with torch.device("meta"):
+        model = adapter.model_class(adapter.args).requires_grad_(False)
+    if any(isinstance(module, GroupedExperts) for module in model.modules()):
+        raise ConfigError(
+            f"{has} this model has experts, which hold most of its weights and are not quantized; set it to none"
+        )
+    if any(size.dora for size in sizes.values()):
+        raise ConfigError(
+            f"{has} DoRA divides by the norms of the whole weights; set dora to false, or quantize_base to none"
+        )
+    layers = {f"layers.{name}.weight": module for name, module in model.layers.named_modules()}
+    if not any(is_quantizable(m, format) for name, m in layers.items() if name not in saved):
+        raise ConfigError(
+            f"{has} no linear layer of this model can be stored so: nf4 needs input features that are a multiple of "
+            f"{NF4_BLOCK}; set it to fp8 or none"
+        )
 
 
 def check_fp8(config: EngineConfig, args: BaseModelArgs, device: torch.device) -> None:

@@ -38,6 +38,7 @@ from archon.models.base import BaseArchonModel
 from archon.models.hf.state_dict import BaseStateDictAdapter
 from archon.models.layers.moe import expert_biases
 from archon.models.lora.model import is_lora, merge_lora_weights
+from archon.models.lora.quantized_base import BaseWeights
 from archon.models.lora.saved_modules import trained_modules
 from archon.models.lora.targets import LoRASize
 from archon.models.spec import ModelSpec
@@ -188,9 +189,9 @@ class EngineIO:
     def base_weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Yield `weights` without LoRAs; weights are not copied if this rank holds them whole.
 
-        Saved modules have their trained values, in the dtype of training.
+        Saved modules have their trained values, in the dtype of training. Weights of a quantized base are dequantized.
         """
-        local = {name: parameter for name, parameter in self.model.named_parameters() if not is_lora(name)}
+        local = BaseWeights(self.model, self.built.builder.compute_dtype)
         biases = expert_biases(self.model)
         if not isinstance(self.model, StagedModel):
             yield from full_tensors(local.items(), bucket_bytes)
@@ -288,6 +289,8 @@ class EngineIO:
             self._digest = self._base, checkpoint_digest(self._base)
         sizes = described.get(None, described)  # the only LoRA has no name
         saved = sorted(self.built.builder.saved_modules)
+        if self.config.lora is not None and self.config.lora.quantize_base != "none":
+            model = {**model, "quantize_base": self.config.lora.quantize_base}
         return {**model, "adapters": sizes, **({"modules_to_save": saved} if saved else {}), "base": self._digest[1]}
 
     def save(

@@ -17,6 +17,7 @@ from archon.engine.agreement import require_same_engine
 from archon.engine.build import (
     ModelBuilder,
     check_model,
+    check_quantized_base,
     check_stages,
     lora_dropout,
     lora_sizes,
@@ -203,6 +204,9 @@ def _resolve_loras(
     for name, matrices in sizes.items():
         check_stages(layout, matrices, saved[name])
     check_loras(config, layout, total_steps, adapter, sizes, saved)
+    if config.lora is not None:
+        for name, matrices in sizes.items():
+            check_quantized_base(config.lora.quantize_base, adapter, matrices, saved[name])
     return sizes, saved.get(None, ())
 
 

@@ -393,6 +393,11 @@ class LoRAConfig(LoRASpec):
         None,
         description="multi-LoRA: several LoRAs by name, each with separate values in place of this section",
     )
+    quantize_base: Literal["none", "nf4", "fp8"] = Field(
+        "none",
+        description="QLoRA: store the frozen linear layers of blocks quantized. nf4: 4-bit NormalFloat with double "
+        "quantization, as in bitsandbytes; fp8: e4m3 with a scale per 128 x 128 block. Matmuls run in dtype",
+    )
 
     @model_validator(mode="after")
     def _check_loras(self) -> LoRAConfig:
@@ -400,7 +405,7 @@ class LoRAConfig(LoRASpec):
             return self
         if not self.loras:
             raise ValueError("loras is empty; name at least one, or leave it out for one LoRA per matrix")
-        if single := sorted(self.model_dump(exclude_defaults=True).keys() - {"loras"}):
+        if single := sorted(self.model_dump(exclude_defaults=True).keys() - {"loras", "quantize_base"}):
             raise ValueError(
                 f"{', '.join(single)} configures a single LoRA, and loras names {len(self.loras)}; move it into each "
                 "of them"
@@ -556,6 +561,11 @@ class EngineConfig(StrictModel):
             raise ValueError(
                 f"router_bias_update_rate = {self.router_bias_update_rate:g} changes biases of the base model, which "
                 "lora freezes; set it to 0, or lora to null"
+            )
+        if self.lora is not None and self.lora.quantize_base != "none" and self.fp8 != "none":
+            raise ValueError(
+                f"fp8 = {self.fp8} rounds weights in each matmul, and lora.quantize_base = {self.lora.quantize_base} "
+                "stores them rounded and multiplies in dtype; set one of them to none"
             )
         if self.gradient_reduction == "step_in_backward" and self.optimizer is not None:
             if self.optimizer.max_grad_norm is not None:

@@ -13,6 +13,7 @@ from archon.models.layers.fp8 import fp8_linear
 from archon.models.layers.matmul import linear, lora_linear
 from archon.models.lora.layers import LoRALayer, MultiLoRALayer
 from archon.models.lora.mapping import LoRAMapping
+from archon.models.lora.quantized_base import QuantizedWeight
 from archon.parallel.comm import Group, local, reduce_scatter
 from archon.parallel.fp8 import Fp8Scaling
 
@@ -46,7 +47,8 @@ class Linear(nn.Linear):
         lora: the layer's LoRA, or several by name.
         joint: one matmul for this layer and others with the same input, if their weights are packed together.
         fp8: scaling of the FP8 matmuls; None for the compute dtype. LoRA matmuls are never FP8.
-        quantizable: whether its matmuls may be FP8.
+        quantizable: whether its matmuls may be FP8, and its frozen weight below a LoRA be stored quantized.
+        quantized: the weight, if it is stored quantized; `weight` is then None.
     """
 
     tp: Group | None = None
@@ -62,6 +64,7 @@ class Linear(nn.Linear):
         self.role: Role = role
         self.heads = heads
         self.lora: LoRALayer | MultiLoRALayer | None = None
+        self.quantized: QuantizedWeight | None = None
 
     def forward(self, x: Tensor, lora_mapping: LoRAMapping | None = None) -> Tensor:
         """Return [T, out] for x [T, in] with the LoRA of each row, for a multi-LoRA layer.
@@ -76,14 +79,16 @@ class Linear(nn.Linear):
         return self._product(x, weight, bias, lora_mapping)
 
     def _local_parts(self) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's rows, or columns, of the weight, and its part of the bias."""
+        """Return this rank's rows, or columns, of the weight (None if it is quantized), and its part of the bias."""
         weight, bias = local(self.weight), local(self.bias)
         if self.rows is not None:
-            weight = weight[self.rows]
+            weight = None if weight is None else weight[self.rows]
             bias = None if bias is None else bias[self.rows]
         return weight, bias
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, lora_mapping: LoRAMapping | None) -> Tensor:
+        if self.quantized is not None:
+            return self.apply_lora(self.quantized.linear(x, bias, self.rows), x, lora_mapping)
         if self.fp8 is not None:
             return self.apply_lora(fp8_linear(x, weight, bias, self.fp8), x, lora_mapping)
         drops = lora_mapping is not None and lora_mapping.dropout_keys is not None

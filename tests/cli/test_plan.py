@@ -80,6 +80,8 @@ def test_adapters_are_planned_only_where_they_are_asked_for(archon, checkpoint, 
     memory = found["best"][0]["memory"]
     assert 0 < memory["lora"] < memory["parameters"] and memory["moments"] == 2 * memory["lora"]
     assert found["question"]["lora"] == {"rank": 2}
+    stored = json.loads(archon(*asked, "--lora", "rank=2", "--lora", "quantize_base=fp8", "--json").out)
+    assert stored["best"][0]["memory"]["parameters"] < memory["parameters"]
     assert "none of this model's linear layers" in archon(*asked, "--lora", "targets=[qkv]").complaint
     assert "unknown key 'rnk'" in archon(*asked, "--lora", "rnk=2").complaint
 

@@ -62,6 +62,15 @@ EVEN: dict[str, Any] = {
     "intermediate_size": 96,
 }
 MODELS["fp8"] = DENSE | EVEN
+# Sizes of whole blocks of NF4 on each of two ranks, and of attention on four; the scales of the feed-forward matrices
+# have several scales themselves.
+MODELS["blocks"] = DENSE | {
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 512,
+}
 MODELS["fp8_moe"] = MODELS["moe"] | EVEN | {"moe_intermediate_size": 32}
 MODELS |= {f"{name}_tied": MODELS[name] | {"tie_word_embeddings": True} for name in ("fp8", "fp8_moe")}
 MODELS["grown_queries"] = DENSE | {

@@ -435,6 +435,9 @@ SAVED = {
 SAVED_MATRICES = {"lora": {**LORA["lora"], "targets": ["q_proj"], "modules_to_save": ["k_proj", "o_proj", "down_proj"]}}
 # Lookups and logits with a LoRA, whose rows are split by the vocabulary.
 OUTER = {"lora": {**LORA["lora"], "targets": ["q_proj", "o_proj", "embed_tokens", "lm_head"]}}
+# A quantized base: shards of codes and scales, and scales of scales that every rank has whole.
+NF4_BASE = {"lora": {**LORA["lora"], "quantize_base": "nf4"}}
+FP8_BASE = {"lora": {**LORA["lora"], "quantize_base": "fp8"}}
 # The base has bfloat16's values, from a checkpoint in it, and the adapters have all digits.
 NARROW_BASE = {"base": "bfloat16"}
 LORA_CASES: tuple[Case, ...] = (
@@ -459,6 +462,15 @@ LORA_CASES: tuple[Case, ...] = (
     _case("c2", "latent", context_parallel="allgather", **LATENT_DROPOUT),
     _case("t2", "latent", "rows of a rank dropped as in one process", **LATENT_DROPOUT),
     _pipeline("p2", "1f1b", "tied", activation_checkpoint=FULL, **DROPOUT),
+    _case("d2", "blocks", "shards of a base in NF4", **NF4_BASE),
+    _case("t2", "blocks", "rows and columns of a base in NF4", **NF4_BASE),
+    _case("t4", "blocks", "key heads that ranks share in NF4", **NF4_BASE),
+    _case("c2t2", "blocks", context_parallel="ulysses", activation_checkpoint=BY_OP, **NF4_BASE),
+    _pipeline("p2", "1f1b", "blocks", activation_checkpoint=FULL, **NF4_BASE),
+    _case("r2d2", "blocks", compile=True, gradient_reduction="per_microbatch", **NF4_BASE),
+    _case("d2", "blocks", "shards of a base in FP8", **FP8_BASE),
+    _case("t2", "blocks", "rows and columns of a base in FP8", **FP8_BASE),
+    _pipeline("p2t2", "interleaved_1f1b", "blocks", activation_checkpoint=FULL, **FP8_BASE),
     _case("d2", "tied", **LORA, **NARROW_BASE),
     _case("t4", "few_kv", "adapters of key heads that ranks share", **LORA, **NARROW_BASE),
     _case("c2", "dense", context_parallel="allgather", **LORA, **NARROW_BASE),

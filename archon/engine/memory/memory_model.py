@@ -78,6 +78,10 @@ class RankParameters:
         matrices: the part of `local` that Muon trains.
         muon_flops: this rank's FLOPs to orthogonalize Muon's updates.
         lora: counts of the LoRA weights; if present, all other weights are frozen.
+        quantized: bytes of this rank's shards of a quantized base, which the counts above leave out.
+        quantized_gathered: its bytes after FSDP's all-gather, all layers.
+        largest_quantized_layer: the largest layer's part of `quantized_gathered`.
+        largest_quantized: elements of the largest quantized matrix.
     """
 
     local: int = 0
@@ -88,6 +92,10 @@ class RankParameters:
     matrices: int = 0
     muon_flops: float = 0.0
     lora: RankParameters | None = None
+    quantized: int = 0
+    quantized_gathered: int = 0
+    largest_quantized_layer: int = 0
+    largest_quantized: int = 0
 
     @property
     def trained(self) -> RankParameters:
@@ -97,7 +105,9 @@ class RankParameters:
     def state_bytes(self, dtype: str) -> int:
         """Return the bytes of weights, gradients and two moments; frozen weights are in `dtype` and have no others."""
         width = WIDTHS[dtype]
-        return 4 * max(4, width) * self.trained.local + (0 if self.lora is None else self.local * width)
+        return (
+            4 * max(4, width) * self.trained.local + (0 if self.lora is None else self.local * width) + self.quantized
+        )
 
 
 def moment_bytes(config: EngineConfig, trained: RankParameters, wide: int) -> int:
@@ -129,6 +139,10 @@ def rank_parameters(
         matrices=sum(count.matrices for count in (*layers, *outside_layers)),
         muon_flops=sum(count.muon_flops for count in (*layers, *outside_layers)),
         lora=rank_parameters(weights, layout, plan, rank, lora=True) if weights.has_lora and not lora else None,
+        quantized=sum(count.quantized for count in layers),
+        quantized_gathered=sum(count.quantized_gathered for count in layers),
+        largest_quantized_layer=max((count.quantized_gathered for count in layers), default=0),
+        largest_quantized=max((count.largest_quantized for count in layers), default=0),
     )
 
 
@@ -251,7 +265,8 @@ class _Step:
         self.first_stage_layers = max(len(self._layers(self.stages[0])), 1)
         self.hidden_states = self.shard.rows * model.args.dim * self.shard.bytes
         self.gradient_shards = masters = self.trained.local * self.shard.wide
-        weights = (self.counts.local * self.shard.bytes, masters) if self.frozen else (masters, 0)
+        frozen = self.counts.local * self.shard.bytes + self.counts.quantized
+        weights = (frozen, masters) if self.frozen else (masters, 0)
         self.base = MemoryEstimate(*weights, moment_bytes(config, self.trained, self.shard.wide), 0, 0, 0, 0, 0)
         if self.micro_batches > 1 and not (self.accumulates and self.sharded):
             self.accumulated_shards = self.gradient_shards
@@ -346,6 +361,7 @@ class _Step:
     def at_start_of_backward(self, second_block: bool) -> MemoryEstimate:
         """Return memory in the backward of the last block, or of the second-last while the last is reduced."""
         gradients, unreduced = self.accumulated_shards, self.accumulated_unreduced
+        dequantized = self.counts.largest_quantized * self.shard.bytes
         if self.sharded:
             unreduced += self.layer * self.shard.bytes // 3
         elif not self.accumulates:
@@ -361,7 +377,7 @@ class _Step:
             gradients=gradients,
             gathered=self._gathered(2),
             unreduced=unreduced,
-            activations=self.activations - freed + self._backward_working(),
+            activations=self.activations - freed + self._backward_working() + dequantized,
             head=self.head_gradient,
         )
 
@@ -391,5 +407,6 @@ class _Step:
         if self.config.reshard_after_forward == "never" or (
             self.plan is not None and self.config.reshard_after_forward != "always"
         ):
-            return sum(part.gathered for part in parts) * self.shard.bytes
-        return sum(part.outside_layers + layers * part.largest_layer for part in parts) * self.shard.bytes
+            return sum(part.gathered for part in parts) * self.shard.bytes + self.counts.quantized_gathered
+        quantized = layers * self.counts.largest_quantized_layer
+        return sum(part.outside_layers + layers * part.largest_layer for part in parts) * self.shard.bytes + quantized

@@ -132,7 +132,9 @@ def memory_model(
             "none, selective or full, or train only the decoder"
         )
     gpu_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return MemoryModel(args, ModelWeights.from_spec(spec, args, sum_lora_ranks(loras), saved_modules), gpu_memory)
+    stored = "none" if config.lora is None else config.lora.quantize_base
+    weights = ModelWeights.from_spec(spec, args, sum_lora_ranks(loras), saved_modules, stored)
+    return MemoryModel(args, weights, gpu_memory)
 
 
 def sum_lora_ranks(loras: Mapping[str | None, Mapping[str, LoRASize]]) -> dict[str, LoRASize]:

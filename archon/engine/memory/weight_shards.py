@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Literal
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from archon.models.args.base import BaseModelArgs
 from archon.models.lora.dora import Magnitude
 from archon.models.lora.layers import LoRALayer
 from archon.models.lora.model import add_lora
+from archon.models.lora.quantized_base import BaseFormat, is_quantizable, stored_bytes, table_bytes
 from archon.models.lora.saved_modules import train_saved_modules
 from archon.models.lora.targets import LoRASize
 from archon.models.spec import MOE_TP_PLAN, ModelSpec
@@ -28,7 +30,7 @@ class ParameterShape:
     """Parameter with its full shape, the role of its layer, and the number of heads that share its rows, if any.
 
     The name of a LoRA weight ends with `lora.a` or `lora.b`; its role and heads equal the adapted matrix. A `saved`
-    weight is trained whole next to a LoRA.
+    weight is trained whole next to a LoRA. A frozen weight with a `format` is stored quantized.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +38,7 @@ class ParameterShape:
     name: str
     heads: int | None = None
     saved: bool = False
+    format: BaseFormat | None = None
 
     @property
     def is_lora(self) -> bool:
@@ -86,6 +89,8 @@ def _chunk_rows(rows: int, ways: int, index: int) -> int:
 class ParameterCounts:
     """Elements of a set of weights: one rank's shards (`local`), and after FSDP's all-gather (`gathered`).
 
+    Weights of a quantized base are counted in bytes instead, in `quantized` and `quantized_gathered`;
+    `largest_quantized` are the elements of the largest one, which a matmul dequantizes.
     `experts` are the gathered elements of experts, which have a separate FSDP group. `matrices` are the part of `local`
     that Muon trains, and `muon_flops` this rank's FLOPs to orthogonalize their updates.
     """
@@ -95,11 +100,16 @@ class ParameterCounts:
     experts: int
     matrices: int
     muon_flops: float
+    quantized: int = 0
+    quantized_gathered: int = 0
+    largest_quantized: int = 0
 
 
 @lru_cache(maxsize=65536)
 def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout, rank: int) -> ParameterCounts:
     """Return the element counts of `weights` on `rank`."""
+    quantized = [(w, w.format) for w in weights if w.format is not None]
+    weights = tuple(w for w in weights if w.format is None)
     local = [(prod(w.local(layout)), w.role == "experts") for w in weights]
     matrices = [w for w in weights if is_matrix(w.role, w.shape)]
     return ParameterCounts(
@@ -108,6 +118,9 @@ def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout
         sum(size for size, expert in local if expert),
         sum(w.shard(layout, rank) for w in matrices),
         sum(orthogonalize_flops(w.shape) for w in matrices) * layout.pp / layout.world_size,
+        sum(stored_bytes(w.shard(layout, rank), format) + table_bytes(w.shape, format) for w, format in quantized),
+        sum(stored_bytes(prod(w.local(layout)), format) for w, format in quantized),
+        max((prod(w.local(layout)) for w, _ in quantized), default=0),
     )
 
 
@@ -136,8 +149,12 @@ class ModelWeights:
         args: BaseModelArgs,
         lora: Mapping[str, LoRASize] | None = None,
         saved_modules: Collection[str] = (),
+        quantize_base: BaseFormat | Literal["none"] = "none",
     ) -> ModelWeights:
-        """Build the family's model with `lora` and `saved_modules` on the meta device, and return its weights."""
+        """Build the family's model with `lora` and `saved_modules` on the meta device, and return its weights.
+
+        `quantize_base` is the format of the frozen linear layers of blocks.
+        """
         with torch.device("meta"):
             model = spec.model_class(args)
             add_lora(model, lora or {}, torch.float32)
@@ -145,7 +162,7 @@ class ModelWeights:
         saved = {id(model.get_parameter(name)) for name in saved_modules}
         outside = {name: tuple(_weights(part, saved)) for name, part in model.named_children() if name != "layers"}
         head = tuple(w for name in ("norm", "output", "score") for w in outside.get(name, ()))
-        layers = [tuple(_weights(block, saved)) for block in model.layers.values()]
+        layers = [tuple(_weights(block, saved, quantize_base)) for block in model.layers.values()]
         distinct = tuple(dict.fromkeys(layers))
         tied = args.tie_word_embeddings and not args.is_critic
         lora_layers = tuple(tuple(_lora_matrices(block)) if lora else None for block in model.layers.values())
@@ -176,7 +193,9 @@ class ModelWeights:
         return layers, outside
 
 
-def _weights(module: nn.Module, saved: Collection[int]) -> Iterator[ParameterShape]:
+def _weights(
+    module: nn.Module, saved: Collection[int], quantize_base: BaseFormat | Literal["none"] = "none"
+) -> Iterator[ParameterShape]:
     for part in module.modules():
         if isinstance(part, LoRALayer | Magnitude):
             continue  # yielded with its matrix
@@ -184,7 +203,9 @@ def _weights(module: nn.Module, saved: Collection[int]) -> Iterator[ParameterSha
         for name, parameter in part.named_parameters(recurse=False):
             role = roles.get(name, getattr(part, "role", None))
             assert role is not None, f"parameter {name} of {type(part).__name__} has no role"
-            yield ParameterShape(tuple(parameter.shape), role, name, heads, id(parameter) in saved)
+            stored = quantize_base if name == "weight" and quantize_base != "none" else None
+            format = stored if stored is not None and is_quantizable(part, stored) else None
+            yield ParameterShape(tuple(parameter.shape), role, name, heads, id(parameter) in saved, format)
         for matrix, lora in _lora_layers(part):
             for half, parameter in lora.named_parameters():
                 yield ParameterShape(tuple(parameter.shape), str(part.role), f"{matrix}.lora.{half}", heads)

@@ -102,7 +102,8 @@ def predict(config: EngineConfig, hf_config: Mapping[str, Any], hardware: Hardwa
         ConfigError: the memory of a GPU is too small, or the configuration trains MTP layers.
     """
     spec, args, loras, saved = _read_model(config, hf_config)
-    planner, layout = Planner(spec, args, hardware, sum_lora_ranks(loras), saved), parse_layout(config.layout)
+    stored = "none" if config.lora is None else config.lora.quantize_base
+    planner, layout = Planner(spec, args, hardware, sum_lora_ranks(loras), saved, stored), parse_layout(config.layout)
     packed = max(1, min(config.max_tokens_per_mb // batch.seq, -(-batch.documents // layout.dp)))
     micro_batches = -(-batch.documents // (layout.dp * packed))
     choice = None

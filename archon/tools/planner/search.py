@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from archon.engine.memory.activations import is_shared, kinds_without_formula
 from archon.engine.memory.memory_model import (
@@ -24,6 +24,7 @@ from archon.engine.memory.weight_shards import ModelWeights
 from archon.models.args.base import BaseModelArgs
 from archon.models.attention.registry import supports_gathered
 from archon.models.flops import Flops
+from archon.models.lora.quantized_base import BaseFormat
 from archon.models.lora.targets import LoRASize
 from archon.models.spec import ModelSpec
 from archon.parallel.layout import ParallelLayout, parse_layout
@@ -147,9 +148,10 @@ class Planner:
         hardware: Hardware,
         lora: Mapping[str, LoRASize] | None = None,
         saved_modules: Collection[str] = (),
+        quantize_base: BaseFormat | Literal["none"] = "none",
     ) -> None:
         self.args, self.hardware = args, hardware
-        self.weights = ModelWeights.from_spec(spec, args, lora, saved_modules)
+        self.weights = ModelWeights.from_spec(spec, args, lora, saved_modules, quantize_base)
         # Only a CPU's hardware file sets `processors`.
         self.memory_model = MemoryModel(args, self.weights, None if hardware.processors else hardware.memory_bytes)
         self._configs: dict[str, EngineConfig] = {}

@@ -389,7 +389,7 @@ class TimeModel:
         trained, times = counts.trained, gathers + reduces
         parts = [counts] if counts.lora is None else [counts, counts.lora]
         dense = sum(part.gathered - part.experts for part in parts) * gathers * b
-        dense += (trained.gathered - trained.experts) * reduces * wide
+        dense += counts.quantized_gathered * gathers + (trained.gathered - trained.experts) * reduces * wide
         experts = sum(part.experts for part in parts) * gathers * b + trained.experts * reduces * wide
         link = Link(self.hardware, layout.dp_shard * layout.cp, layout.tp)
         traffic = link.seconds(dense, blocks * times)

@@ -17,6 +17,9 @@ DORA = "tests/lora/test_dora.py"
 SAVED = "tests/lora/test_saved_modules.py"
 OUTER = "tests/lora/test_embedding_and_head.py"
 TRAINING = "tests/lora/test_training.py"
+QLORA = "tests/lora/test_quantized_base.py"
+QUANTIZED_BASE = "models/lora/quantized_base.py"
+FP8_BASE = f"{OPTIONS[:-1]}, 'quantize_base': 'fp8'}}"
 UNSUMMED = "(lambda p: p.to_local() if hasattr(p, 'to_local') else p)"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -257,8 +260,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the planner gives frozen weights masters",
         "archon/engine/memory/memory_model.py",
-        "weights = (self.counts.local * self.shard.bytes, masters)",
-        "weights = (self.counts.local * self.shard.wide, masters)",
+        "frozen = self.counts.local * self.shard.bytes +",
+        "frozen = self.counts.local * self.shard.wide +",
         ("tests/tools/planner/test_memory.py::test_frozen_weights_have_the_compute_dtype_and_adapters_the_state",),
     ),
     Mutant(
@@ -662,5 +665,68 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if EMBEDDING in selected:\n",
         "    if False:\n",
         (f"{OUTER}::test_what_is_not_supported_is_refused",),
+    ),
+    Mutant(
+        "the two NF4 values of a byte are exchanged",
+        QUANTIZED_BASE,
+        "codes[:, ::2] << 4 | codes[:, 1::2]",
+        "codes[:, 1::2] << 4 | codes[:, ::2]",
+        (f"{QLORA}::test_nf4_is_its_definition",),
+    ),
+    Mutant(
+        "NF4 scales are stored without their mean subtracted",
+        QUANTIZED_BASE,
+        "centered = (absmax - offset).flatten()",
+        "centered = (absmax - 0 * offset).flatten()",
+        (f"{QLORA}::test_nf4_is_its_definition",),
+    ),
+    Mutant(
+        "rows of a rank use the first rank's scales of NF4 scales",
+        QUANTIZED_BASE,
+        "stored = replace(stored, first_row=stored.first_row + rows.start)",
+        "stored = replace(stored, first_row=stored.first_row)",
+        (f"{QLORA}::test_a_part_of_a_matrix_dequantizes_to_the_part_of_the_whole[nf4]",),
+    ),
+    Mutant(
+        "columns of a rank use the first rank's scales of a quantized base",
+        QUANTIZED_BASE,
+        "self.stored = replace(self.stored, first_row=first_row, first_column=first_column)",
+        "self.stored = replace(self.stored, first_row=first_row)",
+        (f"{FURTHER_MATRIX}[blocks-t2-float64-{FP8_BASE}]",),
+    ),
+    Mutant(
+        "rows of a rank use the first rank's scales of a quantized base",
+        QUANTIZED_BASE,
+        "self.stored = replace(self.stored, first_row=first_row, first_column=first_column)",
+        "self.stored = replace(self.stored, first_column=first_column)",
+        (f"{FURTHER_MATRIX}[blocks-t2-float64-{FP8_BASE}]",),
+    ),
+    Mutant(
+        "the gradient of a quantized layer's input is lost",
+        QUANTIZED_BASE,
+        "ctx.stored.dequantize(ctx.saved_tensors, grad.dtype)) if needs_x",
+        "ctx.stored.dequantize(ctx.saved_tensors, grad.dtype)) if not needs_x",
+        (f"{QLORA}::test_a_step_is_that_of_lora_on_the_dequantized_base[nf4-none]",),
+    ),
+    Mutant(
+        "a run resumes on a base in another format",
+        "archon/engine/engine_io.py",
+        'model = {**model, "quantize_base": self.config.lora.quantize_base}',
+        "model = {**model}",
+        (f"{QLORA}::test_a_run_resumes_on_the_same_quantized_base_alone",),
+    ),
+    Mutant(
+        "the planner forgets a quantized base",
+        "archon/engine/memory/memory_model.py",
+        "frozen = self.counts.local * self.shard.bytes + self.counts.quantized",
+        "frozen = self.counts.local * self.shard.bytes",
+        (f"{QLORA}::test_memory_of_the_base_is_as_planned[nf4]",),
+    ),
+    Mutant(
+        "experts stay in the compute dtype under a quantized base without a word",
+        "archon/engine/build.py",
+        "    if any(isinstance(module, GroupedExperts) for module in model.modules()):\n",
+        "    if False:\n",
+        (f"{QLORA}::test_what_is_not_supported_is_refused",),
     ),
 )

@@ -111,6 +111,8 @@ OPS = {"activation_checkpoint": {"mode": "selective", "selective": "op"}}
 SECOND = {"activation_checkpoint": {"mode": "selective", "selective": 2}}
 LORA = {"lora": {"rank": 16}}
 DORA = {"lora": {"rank": 16, "dora": True}}
+NF4 = {"lora": {"rank": 16, "quantize_base": "nf4"}}
+FP8_BASE = {"lora": {"rank": 16, "quantize_base": "fp8"}}
 SAVED = {"lora": {"rank": 16, "modules_to_save": ["lm_head", "embed_tokens", "norm"]}}
 MUON: dict[str, Any] = {"optimizer": {"kind": "muon"}}
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
@@ -146,5 +148,6 @@ class Case(NamedTuple):
         names = spec.state_dict_adapter_class(hf_config)
         lora = {} if config.lora is None else resolve_lora_sizes(names, config.lora)
         saved = () if config.lora is None else resolve_saved_modules(names, config.lora.modules_to_save, lora)
-        model = MemoryModel(args, ModelWeights.from_spec(spec, args, lora, saved), None)
+        stored = "none" if config.lora is None else config.lora.quantize_base
+        model = MemoryModel(args, ModelWeights.from_spec(spec, args, lora, saved, stored), None)
         return model.estimate_rank(config, parse_layout(self.layout), self.rank, self.tokens, self.micro_batches)

@@ -7,7 +7,20 @@ from pathlib import Path
 import pytest
 
 from tests.tools.planner.allocation_trace import trace_allocations
-from tests.tools.planner.models import DORA, FULL, INTERLEAVED, LORA, MUON, OFFLOAD, OPS, SAVED, SECOND, Case
+from tests.tools.planner.models import (
+    DORA,
+    FP8_BASE,
+    FULL,
+    INTERLEAVED,
+    LORA,
+    MUON,
+    NF4,
+    OFFLOAD,
+    OPS,
+    SAVED,
+    SECOND,
+    Case,
+)
 
 QUICK = [
     Case("dense", "d1", {"dtype": "float32"}),
@@ -17,6 +30,7 @@ QUICK = [
     Case("moe", "d2t2e4", FULL | MUON),
     Case("dense", "p2t2", FULL, micro_batches=4),
     Case("dense", "d4", LORA),
+    Case("dense", "d4", NF4),
     Case("dense", "d4", OFFLOAD),
 ]
 SLOW = [
@@ -105,6 +119,11 @@ SLOW = [
     Case("dense", "d4", DORA),
     Case("dense", "t4", FULL | DORA),
     Case("latent", "t4", OPS | DORA),
+    Case("dense", "d4", FULL | NF4),
+    Case("dense", "t4", NF4),
+    Case("dense", "d4", NF4, tokens=2048, micro_batches=2),
+    Case("dense", "p2t2", FULL | FP8_BASE, micro_batches=4),
+    Case("delta", "d4", FP8_BASE),
 ]
 
 
