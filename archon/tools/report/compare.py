@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from archon.checkpoint.atomic import write_text
 from archon.schema.errors import ConfigError
 from archon.tools.report.curves import COLORS
+from archon.tools.report.metric_titles import metric_title
 from archon.tools.report.page import COMPARE_SCRIPTS, render, series_data
 from archon.tools.report.run_data import PANELS, RunData, Series, find_panel, load_run, read_number
 from archon.tools.report.sampled_trajectories import MAX_CHARACTERS
@@ -160,9 +161,12 @@ def _values(series: Series) -> bool:
 
 def _panel(metric: str, names: list[str], runs: Iterable[RunData]) -> dict[str, Any]:
     panel = find_panel(metric)
-    title = RESULTS.get(metric)
+    title, meaning = metric_title(metric)
+    title = RESULTS.get(metric, title)
+    series = [series_data(run.series[metric]) for run in runs]
     return {
-        "title": title[0].upper() + title[1:] if title else metric,
+        "title": title[0].upper() + title[1:],
+        "about": f"{metric}: {meaning}" if meaning else metric,
         "unit": panel.unit if panel else "",
-        "series": [series_data(run.series[metric]) | {"name": name} for name, run in zip(names, runs, strict=True)],
+        "series": [part | {"name": name, "title": name} for part, name in zip(series, names, strict=True)],
     }

@@ -20,6 +20,7 @@ from typing import Any
 from archon.tools.bench.bench_record import BenchRecord
 from archon.tools.report.bench_page import bench_data
 from archon.tools.report.curves import COLORS, moving_average
+from archon.tools.report.metric_titles import metric_title
 from archon.tools.report.run_data import RunData, Series
 from archon.tools.report.summary import summarize
 
@@ -90,8 +91,11 @@ def _panels_data(run: RunData, *, fleet: bool) -> list[dict[str, Any]]:
 def series_data(series: Series) -> dict[str, Any]:
     """Return a metric for the page's script, with its moving average if it is long."""
     smooth = moving_average(series.values)
+    title, meaning = metric_title(series.name)
     return {
         "name": series.name,
+        "title": title,
+        "about": f"{series.name}: {meaning}" if meaning else series.name,
         "steps": series.steps,
         "values": [_round_significant(value) for value in series.values],
         "smooth": None if smooth is None else [_round_significant(value) for value in smooth],

@@ -38,6 +38,8 @@ class Panel:
 # A series belongs to the first matching panel; series without a panel are shown as further metrics.
 PANELS = (
     Panel("reward", "Reward", r"(.*/)?(greedy_)?reward"),
+    Panel("accuracy", "Accuracy", r"(eval/)?accuracy", "share"),
+    Panel("margin", "Margin", r"(eval/)?margin", "chosen minus rejected"),
     Panel("loss", "Loss", r"(.*/)?loss"),
     Panel("kl", "KL and ratio drift", r"(.*/)?(approx_kl|kl_ref|kl)", "nats a token"),
     Panel("length", "Answer length", r"(.*/)?(greedy_)?length", "tokens"),

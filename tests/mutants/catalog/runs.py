@@ -563,4 +563,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "return before.reward - after.reward",
         ("tests/tools/report/test_compare.py",),
     ),
+    Mutant(
+        "the title of a held-out metric is that of a trained one",
+        "archon/tools/report/metric_titles.py",
+        "return (title, meaning) if base == name else",
+        "return (title, meaning) if base else",
+        ("tests/tools/report/test_report.py::test_metrics_have_plain_titles_and_their_meaning",),
+    ),
 )

@@ -60,7 +60,7 @@ def test_settings_that_differ_are_listed(runs: tuple[Path, Path]) -> None:
 
 def test_metrics_of_both_runs_share_a_chart_results_first(runs: tuple[Path, Path]) -> None:
     data = comparison(*runs)[1]
-    assert [panel["title"] for panel in data["panels"]] == ["Held-out reward of sampled answers", "reward"]
+    assert [panel["title"] for panel in data["panels"]] == ["Held-out reward of sampled answers", "Reward"]
     assert [series["name"] for series in data["panels"][1]["series"]] == ["one", "two"]
     assert data["panels"][1]["series"][1]["values"] == [0.25, 0.5, 0.75]
     assert data["alone"] == [["kl"], ["entropy"]]

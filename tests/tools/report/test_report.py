@@ -12,6 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -19,6 +20,7 @@ from PIL import Image
 from archon.schema.errors import ConfigError, DatasetError, UserError
 from archon.tools.report import load_run, render_page, write_report
 from archon.tools.report.curves import moving_average
+from archon.tools.report.metric_titles import TITLES, metric_title
 from archon.tools.report.page_server import ReportServer
 from archon.training.metrics import MetricsWriter, TrajectoryWriter
 
@@ -221,3 +223,26 @@ def test_a_port_in_use_is_named(server, run_dir):
     port = server.server_address[1]
     with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
         ReportServer(run_dir, port=port)
+
+
+def test_metrics_have_plain_titles_and_their_meaning(run_dir):
+    panels = page_data(render_page(load_run(run_dir)))["panels"]
+    series = {s["name"]: s for panel in panels for s in panel["series"]}
+    assert series["approx_kl"]["title"] == "KL to the rollout policy"
+    assert series["eval/reward"]["title"] == "held-out reward"
+    assert series["eval/reward"]["about"].startswith("eval/reward: mean reward of all answers")
+    assert metric_title("my_metric") == ("my_metric", "")
+
+
+def test_titles_are_of_metrics_in_the_guide():
+    guide = (Path(__file__).resolve().parents[3] / "docs" / "tasks" / "results.md").read_text()
+    assert [name for name in TITLES if f"{name}`" not in guide] == []
+
+
+def test_preference_runs_show_accuracy_and_margin_first(tmp_path):
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl")) as writer:
+        for step in (1, 2):
+            writer.write(step, {"loss": 0.7, "accuracy": 0.5 * step, "eval/accuracy": 0.5, "margin": 0.1, "lr": 1e-5})
+    data = page_data(render_page(load_run(tmp_path)))
+    assert [panel["title"] for panel in data["panels"]] == ["Accuracy", "Margin", "Loss"]
+    assert [s["title"] for s in data["panels"][0]["series"]] == ["accuracy", "held-out accuracy"]

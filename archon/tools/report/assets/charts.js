@@ -76,7 +76,7 @@ function chart(panel, width, height) {
     const swatch = make("i");
     swatch.style.background = run.colors[index % run.colors.length];
     const value = make("b");
-    legend.append(make("span", {}, swatch, series.name, value));
+    legend.append(make("span", { title: series.about }, swatch, series.title, value));
     return { series, value };
   });
   legend.append(label);
@@ -100,5 +100,5 @@ function chart(panel, width, height) {
   svg.addEventListener("pointerleave", () => { cursor.style.visibility = "hidden"; read(null); });
 
   const unit = panel.unit ? [" ", make("span", { class: "unit" }, panel.unit)] : [];
-  return make("article", { class: "chart" }, make("h3", {}, panel.title, ...unit), svg, legend);
+  return make("article", { class: "chart" }, make("h3", panel.about ? { title: panel.about } : {}, panel.title, ...unit), svg, legend);
 }

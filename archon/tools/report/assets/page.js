@@ -9,13 +9,13 @@ function summary() {
 }
 
 function tiles() {
-  const tile = (label, value, was = "") =>
-    make("div", { class: "tile" }, make("div", { class: "label" }, label), make("div", { class: "value" }, value),
+  const tile = (label, value, was = "", about = "") =>
+    make("div", { class: "tile", title: about }, make("div", { class: "label" }, label), make("div", { class: "value" }, value),
       make("div", { class: "was" }, was));
   const reward = run.panels.find((panel) => panel.title === "Reward");
   const shown = (reward ? reward.series : run.panels.flatMap((panel) => panel.series)).slice(0, 4);
   document.getElementById("tiles").append(
-    ...shown.map((s) => tile(s.name, number(s.values[s.values.length - 1]), `at first ${number(s.values[0])}`)),
+    ...shown.map((s) => tile(s.title, number(s.values[s.values.length - 1]), `at first ${number(s.values[0])}`, s.about)),
     tile("steps", number(run.steps)),
     tile("time", duration(run.seconds)),
   );
