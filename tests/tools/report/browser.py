@@ -57,6 +57,7 @@ def small_run(folder: Path) -> Path:
                     "logprobs": [logprobs[i % 6] for i in range(len(tokens))],
                     "version": step - 1,
                     "answer": "7√3",
+                    "stop_reason": "length" if sample == 2 else "stop",
                 }
                 if (step, sample) == (6, 7):
                     text, given = "no1yes", "again"
@@ -196,6 +197,26 @@ def filters_by_step_and_split(page: Page) -> None:
     assert len(rows(page)) == 40
     select(page, "step", "step 5")
     assert len(rows(page)) == 8 and all(row.startswith("step 5") for row in rows(page))
+
+
+@check
+def filters_by_reward_length_and_end(page: Page) -> None:
+    select(page, "reward", "highest reward, 0.875")
+    assert len(rows(page)) == 6 and all("reward 0.875" in row for row in rows(page))
+    select(page, "reward", "lowest reward, 0")
+    assert len(rows(page)) == 6
+    select(page, "reward", "any reward")
+    select(page, "end", "ended by length")
+    assert len(rows(page)) == 6 and all(row.endswith(".2") for row in rows(page)), rows(page)
+    select(page, "end", "any end")
+    texts = page.run("[...document.querySelector('select[aria-label=length]').options].map(o => o.text)")
+    for index, (compare, word) in enumerate([(float.__ge__, "from"), (float.__le__, "up to")], start=1):
+        select(page, "length", texts[index])
+        bound, lengths = (
+            float(texts[index].split(word)[1]),
+            [float(row.split(" tokens")[0].split()[-1]) for row in rows(page)],
+        )
+        assert lengths and len(lengths) < 30 and all(compare(length, bound) for length in lengths), (texts, lengths)
 
 
 @check

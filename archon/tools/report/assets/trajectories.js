@@ -142,6 +142,16 @@ function choice(label, options) {
   return select;
 }
 
+// Filters by the extremes of a number over all answers: [select, function that returns whether an item matches].
+function extremes(label, items, numberOf, low, high, edges) {
+  const numbers = items.map((item) => numberOf(item.record)).filter((x) => !Number.isNaN(x)).sort((a, b) => a - b);
+  const [least, most] = numbers.length ? edges(numbers) : [NaN, NaN];
+  const options = least < most ? [["high", high(most)], ["low", low(least)]] : [];
+  const select = choice(label, [["", `any ${label}`], ...options]);
+  return [select, (item) => !select.value ||
+    (select.value === "high" ? numberOf(item.record) >= most : numberOf(item.record) <= least)];
+}
+
 function trajectories() {
   const section = document.getElementById("trajectories");
   section.append(make("h2", {}, "Sampled trajectories"));
@@ -162,6 +172,14 @@ function trajectories() {
   const splits = choice("split", [["", "all splits"], ...distinct("split").map((key) => option(key, String(key)))]);
   const stepOptions = distinct("step").map((key) => option(key, `step ${number(key)}`));
   const steps = choice("step", [["", "all steps"], ...stepOptions]);
+  const [rewards, rewardMatches] = extremes("reward", items, (record) => value(record.reward),
+    (least) => `lowest reward, ${number(least)}`, (most) => `highest reward, ${number(most)}`,
+    (numbers) => [numbers[0], numbers[numbers.length - 1]]);
+  const [lengths, lengthMatches] = extremes("length", items, lengthOf,
+    (least) => `shortest quarter, up to ${number(least)}`, (most) => `longest quarter, from ${number(most)}`,
+    (numbers) => [0.25, 0.75].map((part) => numbers[Math.floor(part * (numbers.length - 1))]));
+  const endOptions = distinct("stop_reason").map((key) => option(key, `ended by ${key}`));
+  const ends = choice("end", [["", "any end"], ...endOptions]);
   const order = make("select", { "aria-label": "order" },
     ...Object.entries(ORDERS).map(([key, [text]]) => make("option", { value: key }, text)));
   const count = make("span", { class: "where", "aria-live": "polite" });
@@ -170,7 +188,7 @@ function trajectories() {
   const told = make("div", { class: "reading", "aria-live": "polite" });
   const tell = (words) => { told.textContent = words; };
   section.append(make("p", { class: "note" }, run.selection),
-    make("div", { class: "bar" }, search, splits, steps, order, count),
+    make("div", { class: "bar" }, search, splits, steps, rewards, lengths, ends, order, count),
     make("div", { class: "browse" }, list, view));
 
   let matches = [], shown = 0, chosen = null, promptOpen = null;
@@ -263,6 +281,8 @@ function trajectories() {
     matches = sorted(items.filter((item) =>
       (!splits.value || JSON.stringify(item.record.split) === splits.value) &&
       (!steps.value || JSON.stringify(item.record.step) === steps.value) &&
+      (!ends.value || JSON.stringify(item.record.stop_reason) === ends.value) &&
+      rewardMatches(item) && lengthMatches(item) &&
       (!query || textOf(item).includes(query))), order.value);
     count.textContent = `${number(matches.length)} of ${number(items.length)} match`;
     shown = 0;
@@ -282,6 +302,6 @@ function trajectories() {
   });
   let waiting;
   search.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(refresh, 120); });
-  for (const select of [splits, steps, order]) select.addEventListener("change", refresh);
+  for (const select of [splits, steps, rewards, lengths, ends, order]) select.addEventListener("change", refresh);
   refresh();
 }
