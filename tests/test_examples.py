@@ -20,6 +20,7 @@ SHORT = "evaluation.every=0 eval_data.limit=20 verify_export=false"
 # Command of each example; START is a checkpoint and OUT a new path.
 COMMANDS = {
     "plain_loop.py": "examples/plain_loop.py START OUT --steps 10",
+    "add_family.py": "examples/add_family.py OUT",
     "custom_loss.py": "examples/custom_loss.py START OUT --steps 10",
     "sft_lora.py": "examples/sft_lora.py START OUT --steps 2",
     "multi_lora.yaml": "-m archon sft --config examples/multi_lora.yaml model.path=START run_dir=OUT total_steps=2",
@@ -37,6 +38,7 @@ HELPERS = {"doubles.py", "agent.py", "questions.py"}  # files that other example
 PRINTED = {
     "plain_loop.py": r"step +10 loss \d",
     "custom_loss.py": r"step +10 loss \d\.\d+ token_prob 0\.",
+    "add_family.py": r"gradients: all 21 equal within 1e-5",
     "sft_lora.py": r"PEFT loads a LoRA of rank 8",
     "grpo.py": r"after: \d+\.\d% of the greedy answers are right",
     "evaluate.py": r"start +\d+\.\d%  \[",

@@ -81,9 +81,9 @@ def _packages(extra: str | None) -> Iterator[Check]:
     missing, wrong = [], []
     for requirement in map(Requirement, texts):
         marker = requirement.marker
-        is_basic = marker is None or marker.evaluate({"extra": ""})
-        is_required = is_basic if extra is None else not is_basic and marker.evaluate({"extra": extra})
-        if not is_required:
+        for_all = marker is None or marker.evaluate({"extra": ""})
+        for_extra = marker is not None and not for_all and marker.evaluate({"extra": extra or ""})
+        if not (for_all if extra is None else for_extra):
             continue
         try:
             version = importlib.metadata.version(requirement.name)
