@@ -2,8 +2,8 @@
 
     python examples/add_family.py OUT
 
-The family is Llama's decoder under another name, with a checkpoint name of its own. A package registers it with an entry
-point instead (models/README.md, "A family in your own package"); `archon check-model` then runs all contracts.
+The family is Llama's decoder under another name, with a checkpoint name of its own. A package registers it with an
+entry point instead (models/README.md, "A family in your own package"); `archon check-model` then runs all contracts.
 """
 
 import argparse

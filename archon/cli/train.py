@@ -96,10 +96,11 @@ def run_training(command: str, file: Path | None, overrides: list[str], dry_run:
     values = read_values(file, overrides)
     reject_areal_config(values, str(file or "config"))
     require_files(values, run.model)  # fails before PyTorch is imported, which takes seconds
-    translate = None
+    translate: Callable[[dict[str, Any], str], dict[str, Any]] | None = None
     if command == "rl":
-        from archon.rl.compat.trinity.config import translate
+        from archon.rl.compat.trinity import config as trinity
 
+        translate = trinity.translate
     config: Any = load_config(import_schema(run.config), file, overrides, translate)
     bootstrap = read_bootstrap(config.bootstrap)
     if dry_run:

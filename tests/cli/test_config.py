@@ -215,7 +215,7 @@ def test_a_value_of_no_list_is_one_line_with_the_nearest_that_is(given, meant):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sft", "run_dir=r", "model.optimzer.lr=1"], "unknown key 'optimzer', did you mean 'optimizer'?"),
+        (["sft", "run_dir=r", "model.optimizers.lr=1"], "unknown key 'optimizers', did you mean 'optimizer'?"),
         (["sft", "run_dir=r", "batch_size=many"], "batch_size: got 'many'"),
         (["preference", "run_dir=r", "loss=dop"], "did you mean 'dpo'?"),
         (["bootstrap", "pth=start"], "unknown key 'pth', did you mean 'path'?"),

@@ -30,7 +30,7 @@ class PromptScore(NamedTuple):
     prompt: str
     step: int
     reward: float
-    count: int
+    answers: int
     answer: str
 
 
@@ -110,7 +110,7 @@ def _gain(before: PromptScore, after: PromptScore) -> float:
 
 def _prompt(split: str, *scores: PromptScore) -> dict[str, Any]:
     answers = [
-        {"reward": score.reward, "count": score.count, "step": score.step, "text": score.answer} for score in scores
+        {"reward": score.reward, "count": score.answers, "step": score.step, "text": score.answer} for score in scores
     ]
     return {"split": split, "prompt": scores[0].prompt, "answers": answers}
 
