@@ -15,7 +15,7 @@ CUDA_RECORD := benchmarks/records/cuda_traced.jsonl
 GPU_RECORD := benchmarks/records/gpu.jsonl
 
 .PHONY: help setup demo demo-real test test-slow test-real test-vllm test-hosts test-cuda-traced test-gpu test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak test-faults \
-	test-ranking test-serve-load test-training-service test-browser test-models test-mutants lines upgrade-check lint docs format bench
+	test-sandbox test-ranking test-serve-load test-training-service test-browser test-models test-mutants lines upgrade-check lint docs format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by RL, on the CPU"
@@ -35,6 +35,7 @@ help:
 	@echo "make test-learning  does each training method learn? small tasks with controls, with the record"
 	@echo "make test-soak  30 minutes of asynchronous RL: does memory or anything else grow? with the record"
 	@echo "make test-faults  100 faults of servers, ranks, network and disk: is each prompt trained exactly once on the right tokens? needs root"
+	@echo "make test-sandbox  10,000 hostile and honest programs in the sandbox: does one escape, or leave anything? needs bubblewrap"
 	@echo "make test-serve-load  64 agents use one server for five minutes, with the record"
 	@echo "make test-training-service  clients of the training service, together and alone; ten minutes of kills; with records"
 	@echo "make test-browser  the report and the training service's page in a real browser (needs Chromium)"
@@ -117,6 +118,9 @@ test-soak: setup
 
 test-faults: setup
 	.venv/bin/python -m benchmarks.faults --record benchmarks/records/faults.jsonl
+
+test-sandbox: setup
+	.venv/bin/python -m benchmarks.sandbox --record benchmarks/records/sandbox.jsonl
 
 test-ranking: setup
 	.venv/bin/python -m benchmarks.plan_ranking

@@ -48,6 +48,7 @@ PACKAGES = (
     "archon.rl.algorithms",
     "archon.rl.environments",
     "archon.rl.rewards",
+    "archon.rl.sandbox",
     "archon.rl.workflows",
     "archon.remote",
     "archon.serve",

@@ -11,13 +11,16 @@ from archon.cli.serve_config import ServeConfig
 from archon.data import images, sources
 from archon.remote import weight_stream
 from archon.rl.environments import episodes, openenv
-from archon.rl.rewards import async_wrapper, pool, result, worker
+from archon.rl.rewards import async_wrapper, code_tests, pool, result, worker
+from archon.rl.sandbox import local, programs, tools
+from archon.rl.sandbox import remote as remote_sandbox
 from archon.schema import capacity, config, files, interpolations, name_patterns, yaml_files
 from archon.serve import openai_base, request_limits
 from archon.serve.service import Limits
 from tests.test_readme import ROOT
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+PROGRAM = programs.Limits()
 SERVE, LIMITS, ITEMS = ServeConfig(), Limits(), request_limits.MAX_ITEMS
 ROWS = {
     "end of a canceled `async def` reward": f"{async_wrapper._CANCEL_SECONDS:g} s",
@@ -25,6 +28,20 @@ ROWS = {
     "arguments of a reward's call": f"{pool.MAX_CALL_BYTES // GIB} GiB",
     "output of a reward's call": f"{pool.MAX_OUTPUT_BYTES // KIB} KiB; the rest is dropped",
     "reply of a reward's process": f"{worker.MAX_REPLY_BYTES // MIB} MiB",
+    "a program in the sandbox": f"{PROGRAM.wall_seconds:g} s, {PROGRAM.cpu_seconds:g} s of processor time, "
+    f"{PROGRAM.memory_bytes // MIB} MiB, {PROGRAM.processes} processes, {PROGRAM.output_bytes // MIB} MiB of output, "
+    f"{PROGRAM.file_bytes // MIB} MiB of files",
+    "files and input of a program in the sandbox": f"{programs.MAX_INPUT_BYTES // MIB} MiB, "
+    f"{programs.MAX_FILES:,} files",
+    "start of a worker of the sandbox": f"{local.START_SECONDS:g} s; a program that does not report ends "
+    f"{local._GRACE_SECONDS:g} s after its limit",
+    "tests of an answer's program": f"{code_tests.LIMITS.wall_seconds:g} s each, {code_tests.TOTAL_SECONDS:g} s "
+    "together, "
+    f"{code_tests.MAX_TESTS:,} of them",
+    "result of a tool; index of a search tool": f"{tools.MAX_TEXT:,} characters, {tools.TOOL_LIMITS.wall_seconds:g} s; "
+    f"{tools.MAX_INDEX_BYTES // GIB} GiB",
+    "request to the sandbox's server": f"body {remote_sandbox.MAX_BODY_BYTES // MIB} MiB, received in "
+    f"{remote_sandbox._READ_SECONDS:g} s; {remote_sandbox.MAX_WAITING} at once; 60 s and 2 GiB for a program",
     "parts of a reward": f"{result.MAX_PARTS}, with names of {result.MAX_PART_NAME} characters",
     "exception of a reward": f"{worker._MAX_MESSAGE:,} characters, and {worker._MAX_TRACEBACK:,} of its traceback",
     "ranks, and launched servers, of one machine": f"{capacity.RANKS_PER_CORE} per processor, one per "

@@ -52,6 +52,10 @@ class RewardError(UserError):
     """Unknown reward function, or a reward that is not a finite number."""
 
 
+class SandboxError(UserError):
+    """Program that the sandbox cannot run: an invalid argument, or an isolation that does not work here."""
+
+
 class RolloutError(UserError):
     """Workflow or generation request that cannot be satisfied, or that always fails."""
 

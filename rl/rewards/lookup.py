@@ -21,6 +21,8 @@ from archon.schema.registry import NamedObjects
 
 _BUILT_IN = {
     "clevr_count_70k": "archon.rl.rewards.datasets.clevr_count_70k_reward",
+    "code_tests": "archon.rl.rewards.code_tests.code_tests_reward",
+    "code_tests_fraction": "archon.rl.rewards.code_tests.code_tests_fraction_reward",
     "countdown": "archon.rl.rewards.countdown.countdown_reward",
     "exact_match": "archon.rl.rewards.datasets.exact_match_reward",
     "geometry3k": "archon.rl.rewards.datasets.geometry3k_reward",

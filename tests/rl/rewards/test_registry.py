@@ -27,7 +27,8 @@ from tests.rl.rewards import faulty
 
 
 def test_every_valid_name_gives_a_function() -> None:
-    names = ["clevr_count_70k", "countdown", "exact_match", "geometry3k", "gsm8k", "math_verify"]
+    names = ["clevr_count_70k", "code_tests", "code_tests_fraction", "countdown", "exact_match", "geometry3k"]
+    names += ["gsm8k", "math_verify"]
     assert list(VALID_REWARD_FN) == names
     assert all(callable(get_reward_fn(name)) for name in VALID_REWARD_FN)
 
@@ -54,7 +55,7 @@ def test_a_dotted_string_gives_the_users_own_function() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gsm9k", r"unknown reward 'gsm9k' \(did you mean 'gsm8k'\?\); expected one of clevr_count_70k, countdown"),
+        ("gsm9k", r"unknown reward 'gsm9k' \(did you mean 'gsm8k'\?\); expected one of clevr_count_70k, code_tests"),
         ("no.such.module", "cannot load the reward 'no.such.module': No module named 'no'"),
         ("tests.rl.rewards.faulty.missing", "has no attribute 'missing'"),
         ("tests.rl.rewards.faulty.FAULTS", "is a dict, not a function"),
