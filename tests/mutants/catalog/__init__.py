@@ -33,6 +33,7 @@ from tests.mutants.catalog import (
     rollouts,
     rows,
     runs,
+    sandbox,
     served_lora,
     training,
     training_service,
@@ -46,6 +47,6 @@ ROOMS = (
     attention, latents, delta_nets, experts, fp8, layers, head, lora, multi_lora, configs, weights, layouts,
     engine, checkpoints, quantized, dcp, generation, decoding, training, runs, rollouts, remote, fleet, agents, compat,
     advantages, losses, update, served_lora, environments, replay, vision, images, rows,
-    training_service, mtp,
+    training_service, mtp, sandbox,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

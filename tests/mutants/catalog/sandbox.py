@@ -1,0 +1,113 @@
+"""Mistakes in the sandbox and in what runs programs in it."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+HELD = ("tests/rl/sandbox/test_hostile.py::test_a_hostile_program_is_held_and_leaves_nothing",)
+LIMITED = ("tests/rl/sandbox/test_sandbox.py::test_a_limit_ends_a_program_and_is_named",)
+TESTED = "tests/rl/rewards/test_code_tests.py::"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "a program may make namespaces, trace and mount",
+        "rl/sandbox/inside/kernel.py",
+        '    _call("prctl", _SET_SECCOMP, 2, program, 0, 0)',
+        "    del program",
+        HELD,
+    ),
+    Mutant(
+        "a program keeps the worker's capabilities",
+        "rl/sandbox/inside/supervisor.py",
+        "    kernel.drop_capabilities()\n",
+        "",
+        HELD,
+    ),
+    Mutant(
+        "a program sees the processes of its worker",
+        "rl/sandbox/inside/worker.py",
+        "            kernel.unshare(kernel.NEWPID)  # for the next child\n",
+        "            pass\n",
+        ("tests/rl/sandbox/test_sandbox.py::test_concurrent_programs_have_a_worker_each_and_see_only_themselves",),
+    ),
+    Mutant(
+        "a program inherits the supervisor's open files",
+        "rl/sandbox/inside/supervisor.py",
+        "    os.closerange(3, 1 << 16)\n",
+        "",
+        HELD,
+    ),
+    Mutant(
+        "children do not count for the memory of a program",
+        "rl/sandbox/inside/supervisor.py",
+        '    if memory > limits["memory_bytes"]:',
+        '    if memory > 99 * limits["memory_bytes"]:',
+        LIMITED,
+    ),
+    Mutant(
+        "the processor time of ended children does not count",
+        "rl/sandbox/inside/supervisor.py",
+        "            cpu += sum(map(int, fields[11:15])) / _TICK",
+        "            cpu += sum(map(int, fields[11:13])) / _TICK",
+        ("tests/rl/sandbox/test_sandbox.py::test_children_count_for_the_limits_of_their_program",),
+    ),
+    Mutant(
+        "the output of a program is read without end",
+        "rl/sandbox/local.py",
+        "if len(data) > left and not too_long:",
+        "if len(data) > 1 << 30 and not too_long:",
+        LIMITED,
+    ),
+    Mutant(
+        "the worker reads the programs that it runs",
+        "rl/sandbox/inside/worker.py",
+        "        pid = os.fork()\n        if pid == 0:\n            control.close()",
+        "        kept = socket.socket(fileno=os.dup(descriptors[0])).recv(1 << 16, socket.MSG_PEEK)  # noqa: F841\n"
+        "        history = globals().setdefault('history', [])\n        history.append(json.loads(kept[4:]))\n"
+        "        import base64\n        history += [base64.b64decode(history[-1]['stdin'])]\n"
+        "        pid = os.fork()\n        if pid == 0:\n            control.close()",
+        ("tests/rl/sandbox/test_sandbox.py::test_a_program_finds_nothing_of_the_programs_before_it",),
+    ),
+    Mutant(
+        "a program that exits before its tests passes them",
+        "rl/rewards/code_tests.py",
+        "yield result.ok and result.stdout.endswith(mark)",
+        "yield result.ok",
+        (f"{TESTED}test_a_program_that_skips_the_tests_fails_them",),
+    ),
+    Mutant(
+        "the first code block of an answer is tested",
+        "rl/rewards/code_tests.py",
+        "return blocks[-1] if blocks else completion",
+        "return blocks[0] if blocks else completion",
+        (f"{TESTED}test_the_last_code_block_is_tested",),
+    ),
+    Mutant(
+        "endless tests run one after another",
+        "rl/rewards/code_tests.py",
+        "        if left <= 0:",
+        "        if left <= -1e9:",
+        (f"{TESTED}test_a_program_that_never_ends_fails_its_tests_in_bounded_time",),
+    ),
+    Mutant(
+        "any key of a sandbox server is right",
+        "rl/sandbox/remote.py",
+        "if not hmac.compare_digest(given, self.server.key.encode()):",
+        "if False:",
+        ("tests/rl/sandbox/test_remote.py::test_an_invalid_request_is_refused",),
+    ),
+    Mutant(
+        "a client sets the limits of a sandbox server",
+        "rl/sandbox/remote.py",
+        "_smaller(limits, self.server.most)",
+        "limits",
+        ("tests/rl/sandbox/test_remote.py::test_a_server_caps_the_limits_of_requests",),
+    ),
+    Mutant(
+        "long texts are not normalized in a search",
+        "rl/sandbox/tools.py",
+        "_K1 * (1 - _B + _B * length / mean)",
+        "_K1 * (1 - _B + _B * length / length if length else 1)",
+        ("tests/rl/sandbox/test_tools.py::test_scores_are_those_of_the_formula",),
+    ),
+)
