@@ -78,8 +78,9 @@ def command(
     gpus: Annotated[int | None, typer.Option(min=0, max=4096, help="number of GPUs; 0 trains on the CPU")] = None,
     method: Annotated[Method | None, typer.Option(help="lora: a LoRA of rank 16; full: all weights")] = None,
     reward: Annotated[
-        str, typer.Option(help="of rl: a built-in reward, or the dotted path of a function")
-    ] = "exact_match",
+        str | None,
+        typer.Option(help="of rl: a built-in reward, or the dotted path of a function; default exact_match"),
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option(metavar="NAME", help="copy a recipe, such as arithmetic_cpu; `list` prints them")
     ] = None,
@@ -90,6 +91,7 @@ def command(
     """Write a commented configuration."""
     if recipe is not None:
         answered = {"--task": task, "--model": model, "--data": data, "--gpus": gpus, "--method": method}
+        answered["--reward"] = reward
         if used := [option for option, answer in answered.items() if answer is not None]:
             raise ConfigError(f"{used[0]} has no effect with --recipe; change the values of the copied file instead")
         print("\n".join(_recipe_lines() if recipe == "list" else copy_recipe(recipe, output)))
@@ -102,7 +104,7 @@ def command(
         data=data or _ask("--data", "Data (file, folder or hub id)", "train.jsonl"),
         gpus=gpus if gpus is not None else _ask("--gpus", "GPUs (0: CPU)", 0),
         method=method or _ask("--method", "Method (lora, full)", "lora", get_args(Method)),
-        reward=reward,
+        reward=reward or "exact_match",
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(configuration(answers, output), encoding="utf-8")
@@ -141,16 +143,19 @@ def copy_recipe(name: str, output: Path | None) -> list[str]:
     if name not in recipes:
         raise ConfigError(f"no recipe {name}; expected one of {', '.join(sorted(recipes))}")
     output = output or Path(f"{name}.yaml")
-    copies = {output: recipes[name].read_text(encoding="utf-8")}
-    if bootstrap := re.search(r"^bootstrap: (\S+)\.yaml$", copies[output], re.MULTILINE):
-        copies[output.with_name(f"{bootstrap[1]}.yaml")] = recipes[bootstrap[1]].read_text(encoding="utf-8")
-    for file in copies:
+    copies = {name: output}
+    if bootstrap := re.search(r"^bootstrap: (\S+)\.yaml$", recipes[name].read_text(encoding="utf-8"), re.MULTILINE):
+        copies[bootstrap[1]] = output.with_name(f"{bootstrap[1]}.yaml")
+    for recipe, file in copies.items():
         _require_new(file)
+        if recipe != name and file == output:
+            raise ConfigError(f"{output} is the name of the recipe's bootstrap file; choose another --output")
     output.parent.mkdir(parents=True, exist_ok=True)
-    for file, text in copies.items():
-        file.write_text(text.replace(f"rl/recipes/{name}.yaml", shlex.quote(str(output))), encoding="utf-8")
+    for recipe, file in copies.items():
+        text = recipes[recipe].read_text(encoding="utf-8")
+        file.write_text(text.replace(f"rl/recipes/{recipe}.yaml", shlex.quote(str(file))), encoding="utf-8")
     commands = re.findall(r"^#   (archon .*)$", output.read_text(encoding="utf-8"), re.MULTILINE)
-    return [f"wrote {' and '.join(map(str, copies))}; next:", *(f"  {command}" for command in commands)]
+    return [f"wrote {' and '.join(map(str, copies.values()))}; next:", *(f"  {command}" for command in commands)]
 
 
 def _ask(option: str, question: str, default: str | int, allowed: Sequence[str] = ()) -> Any:

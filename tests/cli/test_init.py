@@ -94,6 +94,8 @@ def test_recipes_are_copied_with_their_bootstrap_and_run(archon: Any, folder: Pa
         "wrote my run/sums.yaml and my run/arithmetic_bootstrap.yaml; next:",
         "  archon rl --config 'my run/sums.yaml'",
     ]
+    alone = "#   archon bootstrap --config 'my run/arithmetic_bootstrap.yaml' path=runs/start"
+    assert alone in (folder / "my run" / "arithmetic_bootstrap.yaml").read_text().splitlines()
     outcome = archon(*shlex.split(said[1])[1:], "--dry-run")
     assert outcome.code == 0, outcome.err
     again = archon("init", "--recipe", "arithmetic_cpu", "--output", "my run/new.yaml")
@@ -105,5 +107,9 @@ def test_recipes_are_listed_and_unknown_ones_refused(archon: Any, folder: Path) 
     listed = [line.split()[0] for line in archon("init", "--recipe", "list").out.splitlines()]
     assert listed == sorted(file.stem for file in RECIPES.glob("*.yaml"))
     assert f"no recipe sums; expected one of {', '.join(listed)}" in archon("init", "--recipe", "sums").complaint
-    assert "--gpus has no effect with --recipe" in archon("init", "--recipe", "arithmetic_cpu", "--gpus", "0").complaint
+    copy = ("init", "--recipe", "arithmetic_cpu")
+    assert "--gpus has no effect with --recipe" in archon(*copy, "--gpus", "0").complaint
+    assert "--reward has no effect with --recipe" in archon(*copy, "--reward", "exact_match").complaint
+    taken = archon(*copy, "--output", "arithmetic_bootstrap.yaml").complaint
+    assert "arithmetic_bootstrap.yaml is the name of the recipe's bootstrap file" in taken
     assert not list(folder.glob("*.yaml"))
