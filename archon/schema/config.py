@@ -675,14 +675,14 @@ def derive_critic(model: EngineConfig, changes: Mapping[str, Any], source: str) 
     """
     if changes.get("is_critic") is False:
         raise ConfigError(f"{source}.is_critic is false, and this model is a critic; leave it out")
-    fixed = {"is_critic": True, "mtp_loss_weight": 0.0}
-    return derive_engine(model, {"init_score": True, "lora": None, **changes, **fixed}, source)
+    defaults = {"init_score": True, "lora": None, "mtp_loss_weight": 0.0}
+    return derive_engine(model, {**defaults, **changes, "is_critic": True}, source)
 
 
 def derive_reference(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
     """Derive a reference model: no optimizer, no bias updates, no LoRA (the reference of a LoRA is its base model)."""
-    fixed = {"optimizer": None, "router_bias_update_rate": 0.0, "mtp_loss_weight": 0.0}
-    return derive_engine(model, {"lora": None, **changes, **fixed}, source)
+    defaults, fixed = {"lora": None, "mtp_loss_weight": 0.0}, {"optimizer": None, "router_bias_update_rate": 0.0}
+    return derive_engine(model, {**defaults, **changes, **fixed}, source)
 
 
 def require_output(file: Path, suffix: str, inputs: Iterable[Path | None] = ()) -> None:

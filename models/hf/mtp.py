@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from archon.models.hf.fused_tensors import Fused
@@ -30,6 +31,13 @@ class MTPNames:
     def prefix(self, layer: int, n_layers: int) -> str:
         """Return the prefix of the block of an MTP layer (from 0) after a trunk of `n_layers`."""
         return self.block.format(layer + n_layers * self.counts_from_trunk)
+
+    def count(self, keys: Iterable[str], n_layers: int) -> int:
+        """Return the number of MTP layers after a trunk of `n_layers` that `keys` of a checkpoint have."""
+        # One match per key: DeepSeek-V3 has 91,000 keys.
+        number = re.compile(re.escape(self.block).replace(r"\{\}", "([0-9]{1,9})"))
+        numbers = {int(match[1]) for key in keys if (match := number.match(key))}
+        return sum(layer >= n_layers * self.counts_from_trunk for layer in numbers)
 
     def complete(self, hf_map: HFMap, count: int, n_layers: int) -> HFMap:
         """Return the map of a family with the names of `count` MTP layers."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from archon.models.base import BaseArchonModel
-from archon.models.hf.config import MAX_LAYERS, as_dict
+from archon.models.hf.config import as_dict
 from archon.models.hf.config_object import HFConfig
 from archon.models.hf.fused_tensors import Fused, Placement, place_parts
 from archon.models.hf.mtp import DEEPSEEK_MTP, MTPNames
@@ -268,8 +268,7 @@ class BaseStateDictAdapter:
                 "depends on the length of a document, which ends earlier for these layers; set it to 0"
             )
         last = args.n_layers
-        known = [k for k in range(MAX_LAYERS) if any(key.startswith(names.prefix(k, last)) for key in keys or ())]
-        count = 1 if keys is None else len(known)
+        count = 1 if keys is None else names.count(keys, last)
         if not count or (names.most is not None and count > names.most):
             expected = "at least 1" if names.most is None else f"{names.most}"
             raise ConfigError(

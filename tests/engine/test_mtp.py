@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from archon.generation.types import GenerationHyperparameters, ModelRequest
 from archon.models import get_model_spec
 from archon.models.attention.meta import PackedAttention
 from archon.models.base import ModelInputs
+from archon.models.hf.mtp import DEEPSEEK_MTP, QWEN_MTP
 from archon.models.layers.moe import expert_biases
 from archon.models.mtp import MTP_PREFIX
 from archon.rl.weight_sync import PushedWeights
-from archon.schema.config import EngineConfig, derive_reference
+from archon.schema.config import EngineConfig, derive_critic, derive_reference
 from archon.schema.errors import CheckpointError, ConfigError
 from archon.tools.check.family import REFERENCES
 from archon.tools.check.oracle import family_config, hf_classes, random_config, relative_error
@@ -388,9 +390,21 @@ def test_copies_of_embedding_and_head_follow_the_trunk(tied: bool, tmp_path: Pat
         engine_of(folder)
 
 
-def test_the_reference_of_a_model_with_mtp_has_none() -> None:
+def test_the_reference_and_the_critic_of_a_model_with_mtp_have_none() -> None:
     config = EngineConfig(path="model", mtp_loss_weight=0.1)
-    assert derive_reference(config, {}, "ref").mtp_loss_weight == 0
+    for derive, section in ((derive_reference, "ref"), (derive_critic, "critic")):
+        assert derive(config, {}, section).mtp_loss_weight == 0
+        with pytest.raises(ConfigError, match=f"{section}.*: mtp_loss_weight = 0.2 trains multi-token-prediction"):
+            derive(config, {"mtp_loss_weight": 0.2}, section)
+
+
+def test_counting_layers_takes_one_pass_over_the_keys_of_deepseek_v3() -> None:
+    """DeepSeek-V3 has 91,000 keys; a pass for each possible layer takes 37 s."""
+    experts = [f"model.layers.{n}.mlp.experts.{e}.up_proj.{i}" for n in range(62) for e in range(256) for i in range(6)]
+    begun = time.process_time()
+    assert DEEPSEEK_MTP.count([*experts, "model.layers.62.x", "model.layers.1x"], 61) == 2
+    assert time.process_time() - begun < 2
+    assert QWEN_MTP.count(["mtp.layers.0.x", "mtp.layers.0.y", "mtp.norm.weight", "model.layers.1.x"], 61) == 1
 
 
 @pytest.mark.parametrize(
