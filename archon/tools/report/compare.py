@@ -165,7 +165,7 @@ def _panel(metric: str, names: list[str], runs: Iterable[RunData]) -> dict[str, 
     title = RESULTS.get(metric, title)
     series = [series_data(run.series[metric]) for run in runs]
     return {
-        "title": title[0].upper() + title[1:],
+        "title": title[:1].upper() + title[1:],
         "about": f"{metric}: {meaning}" if meaning else metric,
         "unit": panel.unit if panel else "",
         "series": [part | {"name": name, "title": name} for part, name in zip(series, names, strict=True)],

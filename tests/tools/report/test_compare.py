@@ -66,6 +66,11 @@ def test_metrics_of_both_runs_share_a_chart_results_first(runs: tuple[Path, Path
     assert data["alone"] == [["kl"], ["entropy"]]
 
 
+def test_a_metric_without_a_name_is_drawn(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, {}, "", **{"": 1.0}) for name in ("a", "b")]
+    assert "" in [panel["title"] for panel in comparison(*runs)[1]["panels"]]
+
+
 def test_prompts_are_compared_at_their_last_step(runs: tuple[Path, Path]) -> None:
     data = comparison(*runs)[1]
     assert data["prompts"] == 4 and data["n_better"] == 1 and data["n_worse"] == 2
