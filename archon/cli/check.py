@@ -214,6 +214,7 @@ def check_model(
     if config.path not in blanks and not config.init_from_scratch:
         with HFCheckpoint(config.path):
             pass  # opening the checkpoint checks its files
+    _check_layers(config, blanks)
     # A single process checks for all ranks. Under torchrun the world size must match the layout.
     single_process = torchrun_world_size() == 1
     if not single_process:
@@ -231,6 +232,26 @@ def check_model(
     elif config.activation_checkpoint.mode == "auto":
         lines.append(f"{name}: activation_checkpoint {predict_recompute(config, hf_config, device)}")
     return lines
+
+
+def _check_layers(config: EngineConfig, blanks: Mapping[str, str]) -> None:
+    """Check that the model has the layers that `mtp_loss_weight` trains and that `lora.quantize_base` quantizes."""
+    from archon.checkpoint.hf_io import load_spec
+    from archon.engine.build import check_quantized_base, lora_sizes, lora_specs, saved_modules, with_mtp_layers
+
+    quantizes = config.lora is not None and config.lora.quantize_base != "none"
+    if not quantizes and not config.mtp_loss_weight:
+        return
+    path = blanks.get(config.path, config.path)
+    options = {"is_critic": config.is_critic, "init_score": bool(config.init_score)}
+    adapter = load_spec(path, text_only=config.vision == "off", **options).adapter
+    if config.lora is not None:
+        for shape in lora_specs(config).values():
+            sizes = lora_sizes(adapter, shape)
+            saved = saved_modules(adapter, shape, sizes)
+            check_quantized_base(config.lora.quantize_base, adapter, sizes, saved)
+    if config.path not in blanks:  # a bootstrap has yet to write the tensors of the MTP layers
+        with_mtp_layers(config, adapter)
 
 
 def check_tokenizer(path: str, blanks: Mapping[str, str]) -> tuple[Any, str]:

@@ -13,6 +13,7 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
 
 from archon.checkpoint.convert import convert
 from archon.checkpoint.hf_io import load_model
+from archon.checkpoint.peft.export import export_lora
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.engine.memory.recompute import memory_model
@@ -207,6 +208,14 @@ def test_exports_are_pefts_and_merge_into_the_original_base(blocks: str, tmp_pat
     loras, name = dict(engine.lora_weights()), "layers.1.feed_forward.w2"
     expected = original[f"{name}.weight"] + 2.0 * loras[f"{name}.lora.b"] @ loras[f"{name}.lora.a"]
     torch.testing.assert_close(merged[f"{name}.weight"], expected)
+    # A training checkpoint is exported and merged as well.
+    engine.save(tmp_path / "state", format="native")
+    export_lora(tmp_path / "state", tmp_path / "exported", blocks)
+    file = "adapter_model.safetensors"
+    assert (tmp_path / "exported" / file).read_bytes() == (tmp_path / "adapter" / file).read_bytes()
+    convert(blocks, tmp_path / "from state", "hf", lora=tmp_path / "state")
+    from_state = dict(load_model(tmp_path / "from state").named_parameters())
+    assert all(torch.equal(tensor, from_state[name]) for name, tensor in merged.items())
     # A folder continues on a quantized base.
     again = engine_of(blocks, lora={"path": str(tmp_path / "adapter"), "quantize_base": "nf4"})
     assert all(torch.equal(tensor, loras[name]) for name, tensor in again.lora_weights())

@@ -112,8 +112,8 @@ def read_lora_weights(
         raise ConfigError(f"{folder}: its LoRA fits only the base that it was trained on; name the base checkpoint")
     expected = {**model_fingerprint(adapter.args), "adapters": saved["adapters"], "base": checkpoint_digest(base)}
     saved_modules = saved.get("modules_to_save", [])
-    if saved_modules:
-        expected["modules_to_save"] = saved_modules
+    # A LoRA trained on a quantized base is merged into the original one.
+    expected |= {name: saved[name] for name in ("modules_to_save", "quantize_base") if saved.get(name)}
     sizes = {name: LoRASize(**size) for name, size in _saved_sizes(folder, saved["adapters"], lora_name).items()}
     with open_state(folder, expected) as (_, state):
         stored = state["engine"]["model"]
