@@ -250,8 +250,9 @@ def _check_layers(config: EngineConfig, blanks: Mapping[str, str]) -> None:
             sizes = lora_sizes(adapter, shape)
             saved = saved_modules(adapter, shape, sizes)
             check_quantized_base(config.lora.quantize_base, adapter, sizes, saved)
-    if config.path not in blanks:  # a bootstrap has yet to write the tensors of the MTP layers
-        with_mtp_layers(config, adapter)
+    # The tensors of a checkpoint that a bootstrap has yet to write are not checked.
+    from_scratch = config.init_from_scratch or config.path in blanks
+    with_mtp_layers(config.model_copy(update={"init_from_scratch": from_scratch}), adapter)
 
 
 def check_tokenizer(path: str, blanks: Mapping[str, str]) -> tuple[Any, str]:

@@ -201,6 +201,17 @@ def test_text_that_the_tokenizer_refuses(archon, dataset, checkpoint, sft_overri
     )
 
 
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_layers_that_the_model_does_not_have(archon, sft_overrides, dry_run):
+    complaint = archon("sft", *sft_overrides, "model.mtp_loss_weight=0.1", *dry_run).complaint
+    assert "archon computes none of Qwen3; set it to 0" in complaint
+    lora = ["model.lora.rank=2", "model.lora.dora=true", "model.lora.quantize_base=fp8"]
+    assert "DoRA divides by the norms of the whole weights" in archon("sft", *sft_overrides, *lora, *dry_run).complaint
+    lora = [*lora[:1], "model.lora.quantize_base=nf4"]
+    complaint = archon("sft", *sft_overrides, *lora, *dry_run).complaint
+    assert "no linear layer of this model can be stored so" in complaint
+
+
 def test_gold_answer_that_is_no_text(archon, dataset, rl_overrides):
     lines = dataset.read_text().splitlines()
     lines[4] = '{"prompt": "1+1=", "response": "2\\udfff"}'
