@@ -729,4 +729,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if False:\n",
         (f"{QLORA}::test_what_is_not_supported_is_refused",),
     ),
+    Mutant(
+        "a checkpoint of a run with a quantized base cannot be exported",
+        "archon/checkpoint/peft/export.py",
+        '("modules_to_save", "quantize_base") if',
+        '("modules_to_save",) if',
+        (f"{QLORA}::test_exports_are_pefts_and_merge_into_the_original_base",),
+    ),
 )

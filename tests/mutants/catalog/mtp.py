@@ -70,4 +70,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "if hf in (keys or ()) and not hf}",
         (f"{TESTS}::test_copies_of_embedding_and_head_follow_the_trunk[False]",),
     ),
+    Mutant(
+        "layers of the trunk count as MTP layers",
+        "models/hf/mtp.py",
+        "sum(layer >= n_layers * self.counts_from_trunk for layer in numbers)",
+        "len(numbers)",
+        (f"{TESTS}::test_counting_layers_takes_one_pass_over_the_keys_of_deepseek_v3",),
+    ),
+    Mutant(
+        "a reference ignores its own mtp_loss_weight",
+        "archon/schema/config.py",
+        "{**defaults, **changes, **fixed}",
+        "{**changes, **defaults, **fixed}",
+        (f"{TESTS}::test_the_reference_and_the_critic_of_a_model_with_mtp_have_none",),
+    ),
 )
