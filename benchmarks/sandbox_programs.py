@@ -51,6 +51,25 @@ def _attempts(*expressions: str, setup: str = "") -> str:
     return "\n".join([*lines, "print('held')"])
 
 
+def _hides_memory(opened: str, flags: int, file: str) -> str:
+    """Return a program that fills shared mappings of `file` and unmaps all but one page of each."""
+    return (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\n"
+        "libc.madvise.argtypes = libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t\n"
+        f"{opened}\nsize = 10 << 20\nfor _ in range(40):\n"
+        f"    start = libc.mmap(None, size, 3, {flags}, {file}, 0)\n    if start == 2**64 - 1: os._exit(0)\n"
+        "    ctypes.memset(start, 1, size)\n    libc.madvise(start, size, 4)\n"
+        "    libc.munmap(start + 4096, size - 4096)\nprint('ESCAPED')"
+    )
+
+
+# A process whose first thread has ended, and whose second thread works on.
+_HEADLESS = (
+    "import ctypes, os, threading, time\ndef headless(work):\n    if os.fork() == 0:\n"
+    "        threading.Thread(target=work, daemon=True).start()\n        ctypes.CDLL(None).syscall({exit}, 0)\n"
+).replace("{exit}", "60 if os.uname().machine == 'x86_64' else 93")
+_ALLOCATE = "    time.sleep(0.1); a = bytearray(b'x') * (40 << 20); time.sleep(9)\n"
+
 HONEST = {
     "print": Program("print(1)", (0,), "1\n"),
     "sum": Program("print(sum(map(int, input().split())))", (0,), "6\n", stdin="1 2 3\n"),
@@ -68,6 +87,9 @@ HONEST = {
     "subprocess": Program("import subprocess; subprocess.run(['echo', 'hi'])", (0,), "hi\n"),
     "shell": Program("echo a b | wc -w", (0,), "2\n", "bash"),
     "new_interpreter": Program("python3 -c 'print(2)'", (0,), "2\n", "bash", limits=replace(TIGHT, wall_seconds=10)),
+    "programs_of_a_large_program": Program(
+        "import subprocess\na = bytearray(b'x') * (90 << 20)\nfor _ in range(99): subprocess.run('true')", (0,), ""
+    ),
     "killed_by_itself": Program("import os; os.kill(os.getpid(), 9)", (-9,), ""),
 }
 
@@ -231,6 +253,8 @@ FAST_HOSTILE = {
     "memory": Program("a = []\nwhile True: a.append(bytearray(1 << 22))", (1, "memory_bytes")),
     "endless_output": Program("while True: print('x' * 999)", ("output_bytes",)),
     "endless_errors_of_a_child": Program("yes >&2 & sleep 1", ("output_bytes",), language="bash"),
+    "hidden_shared_memory": Program(_hides_memory("", 0x21, "-1"), (0,)),
+    "hidden_zeros": Program(_hides_memory("zero = os.open('/dev/zero', os.O_RDWR)", 1, "zero"), (0,)),
     "damaged_output": Program("import os; os.write(1, bytes(range(256)))", (0,)),
     "deep_recursion": Program("import sys; sys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1) + 1\nf(0)"),
     "segmentation_fault": Program("import ctypes; ctypes.string_at(0)", (-11,)),
@@ -258,6 +282,17 @@ SLOW_HOSTILE = {
         "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n        a = bytearray(os.urandom(1 << 20)) * 40\n"
         "        time.sleep(9)\ntime.sleep(9)",
         ("memory_bytes",),
+    ),
+    "memory_of_orphans": Program(
+        "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n        if os.fork(): os._exit(0)\n"
+        "        time.sleep(0.1); a = bytearray(b'x') * (40 << 20); time.sleep(9)\n    os.wait()\ntime.sleep(9)",
+        ("memory_bytes",),
+    ),
+    "memory_behind_an_ended_thread": Program(
+        f"{_HEADLESS}def work():\n{_ALLOCATE}for _ in range(8): headless(work)\ntime.sleep(9)", ("memory_bytes",)
+    ),
+    "process_behind_an_ended_thread_left": Program(
+        f"{_HEADLESS}headless(lambda: time.sleep(987))\ntime.sleep(0.2); print('held')", (0,), "held\n"
     ),
     "shared_memory": Program(
         "import mmap\na = mmap.mmap(-1, 1 << 30)\nfor n in range(0, 1 << 30, 4096): a[n] = 1\nprint('ESCAPED')",

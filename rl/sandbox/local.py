@@ -40,7 +40,8 @@ _MAX_REPLY_BYTES = 1 << 16
 _HELPERS = 3  # processes of the user namespace besides the program's: two of the worker, and the supervisor
 _INSIDE = Path(__file__).parent / "inside"
 _CODE = ("__init__.py", "kernel.py", "supervisor.py", "worker.py")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+# `full` reads zeros too, and cannot be mapped: the limit does not count shared mappings of `zero`.
+_DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
 _LINKS = (("/proc/self/fd", "fd"), ("/proc/self/fd/0", "stdin"), ("/proc/self/fd/1", "stdout"))
 _warned = False
 
@@ -357,7 +358,7 @@ def _layout(python: str, readable: Sequence[str]) -> list[list[str]]:
         elif os.path.isdir(path):
             folders.append(path)
     layout += [["bind", path, path] for path in folders]
-    layout += [["device", f"/dev/{name}", f"/dev/{name}"] for name in _DEVICES]
+    layout += [["device", f"/dev/{source}", f"/dev/{name}"] for name, source in _DEVICES.items()]
     layout += [["symlink", target, f"/dev/{name}"] for target, name in (*_LINKS, ("/proc/self/fd/2", "stderr"))]
     layout += [["symlink", "/tmp", "/dev/shm"]]
     layout += [

@@ -19,6 +19,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
 _MNT_DETACH = 2
 _PDEATHSIG, _SET_DUMPABLE, _CAPBSET_DROP, _SET_SECCOMP, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 24, 22, 36, 38
 _CAPABILITIES = 41
+_MAP_SHARED, _MAP_ANONYMOUS = 1, 0x20
 
 # Numbers on x86-64 and ARM64; None: ARM64 has no such call.
 _CALLS = {
@@ -30,12 +31,14 @@ _CALLS = {
     "socketpair": (53, 199),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
+    "mmap": (9, 222),
+    "kcmp": (312, 272),
 }
 # Calls with power over the kernel, other processes or memory that no limit counts.
 _REFUSED = {
     "mount": (165, 40),
     "umount2": (166, 39),
-    "pivot_root": (155, 41),
+    "pivot_root": _CALLS["pivot_root"],
     "chroot": (161, 51),
     "open_tree": (428, 428),
     "move_mount": (429, 429),
@@ -43,13 +46,13 @@ _REFUSED = {
     "fsconfig": (431, 431),
     "fsmount": (432, 432),
     "fspick": (433, 433),
-    "mount_setattr": (442, 442),
+    "mount_setattr": _CALLS["mount_setattr"],
     "setns": (308, 268),
     "unshare": (272, 97),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
+    "kcmp": _CALLS["kcmp"],
     "pidfd_getfd": (438, 438),
     "keyctl": (250, 219),
     "add_key": (248, 217),
@@ -147,6 +150,14 @@ def end_with_parent() -> None:
     _call("prctl", _PDEATHSIG, 9)
 
 
+def share_memory(one: int, other: int) -> bool:
+    """Return whether two processes have one address space; False if the kernel does not tell."""
+    vm = 1
+    number = _CALLS["kcmp"][_MACHINES[platform.machine()][0]]
+    result: int = _libc.syscall(ctypes.c_long(number), one, other, vm, ctypes.c_ulong(0), ctypes.c_ulong(0))
+    return result == 0
+
+
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose parents end."""
     _call("prctl", _SUBREAPER, 1)
@@ -192,6 +203,10 @@ def filter_system_calls() -> None:
     code += [
         (_JUMP_EQUAL, 0, 4, number_of["clone"]),
         *((_LOAD, 0, 0, 16), (_JUMP_SET, 0, 1, _NEW_ANY & ~0x80), (_RETURN, 0, 0, refuse), (_RETURN, 0, 0, _ALLOW)),
+        # A shared mapping without a file keeps memory that is not mapped, so that no process has it.
+        *((_JUMP_EQUAL, 0, 5, number_of["mmap"]), (_LOAD, 0, 0, 40)),  # 40: the flags
+        *((_JUMP_SET, 0, 2, _MAP_ANONYMOUS), (_JUMP_SET, 0, 1, _MAP_SHARED)),
+        *((_RETURN, 0, 0, refuse), (_RETURN, 0, 0, _ALLOW)),
         (_JUMP_EQUAL, 1, 0, number_of["socket"]),
         (_JUMP_EQUAL, 0, 3, number_of["socketpair"]),
         *((_LOAD, 0, 0, 16), (_JUMP_EQUAL, 1, 0, 1), (_RETURN, 0, 0, refuse)),  # 1: AF_UNIX

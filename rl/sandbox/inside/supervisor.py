@@ -36,21 +36,26 @@ UNPRIVILEGED = 65534
 
 def supervise(channel: socket.socket, output: int, errors: int, setup: dict[str, Any], folder: str) -> dict[str, Any]:
     """Read a request from `channel`, run it and exit. Returns only in the program's own process, with the request."""
+    only_rlimits = setup["isolation"] == "rlimits"
+    if only_rlimits:
+        kernel.adopt_orphans()  # they count for the program's limits
     request = _receive(channel)
+    pid = None
     try:
         stdin = _write_files(request, folder)
         started = time.monotonic()
         pid = os.fork()
-        if pid == 0:
-            channel.detach()  # the program may open a file with its number
-            _become_program(request, setup, folder, stdin, output, errors)
-            return request
-        for descriptor in (stdin, output, errors):
-            os.close(descriptor)  # the reader sees the end of the output when the program's processes have ended
-        reply = _watch(pid, channel, request["limits"], folder, setup["isolation"] == "rlimits")
-        reply["seconds"] = time.monotonic() - started
+        if pid:
+            for descriptor in (stdin, output, errors):
+                os.close(descriptor)  # the reader sees the end of the output when the program's processes have ended
+            reply = _watch(pid, channel, request["limits"], folder, only_rlimits)
+            reply["seconds"] = time.monotonic() - started
     except OSError as error:
         reply = {"error": str(error)}
+    if pid == 0:
+        channel.detach()  # the program may open a file with its number
+        _become_program(request, setup, folder, stdin, output, errors)
+        return request
     body = json.dumps(reply).encode()
     with suppress(OSError):  # the caller has gone
         channel.sendall(LENGTH.pack(len(body)) + body)
@@ -206,15 +211,19 @@ def _broken_limit(limits: dict[str, Any], started: float, folder: str | None) ->
         return "wall_seconds"
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu, memory, tasks = usage.ru_utime + usage.ru_stime, 0, 0
-    for pid in descendants(os.getpid()):
+    pids = descendants(os.getpid())
+    for pid in pids:
         with suppress(OSError, ValueError, IndexError):  # it has just ended
             with open(f"/proc/{pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
             cpu += sum(map(int, fields[11:15])) / _TICK
             tasks += int(fields[17])
-            with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-                sizes = dict(line.split()[:2] for line in file if line.startswith((b"Pss:", b"SwapPss:")))
-            memory += 1024 * sum(map(int, sizes.values()))
+            if fields[0] == b"Z":  # its first thread has ended: the others have the memory
+                threads = (f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task"))
+                memory += next(filter(None, map(_memory, threads)), 0)
+            # Between vfork and exec a child has its parent's memory. Asked first: an exec in between adds nothing.
+            elif int(fields[1]) not in pids or not kernel.share_memory(pid, int(fields[1])):
+                memory += _memory(f"/proc/{pid}")
     if cpu >= limits["cpu_seconds"]:
         return "cpu_seconds"
     if memory > limits["memory_bytes"]:
@@ -224,6 +233,19 @@ def _broken_limit(limits: dict[str, Any], started: float, folder: str | None) ->
     if folder is not None and _size(folder) > limits["file_bytes"]:
         return "file_bytes"
     return None
+
+
+def _memory(folder: str) -> int:
+    """Return the memory of the process or thread of a /proc folder, with its share of what it shares with others."""
+    try:
+        with open(f"{folder}/smaps_rollup", "rb") as file:
+            sizes = dict(line.split()[:2] for line in file if line.startswith((b"Pss:", b"SwapPss:")))
+    except PermissionError:  # the program has hidden it; this file has no shares
+        with open(f"{folder}/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (ProcessLookupError, FileNotFoundError):  # it has just ended
+        return 0
+    return 1024 * sum(map(int, sizes.values()))
 
 
 def _size(folder: str) -> int:
@@ -241,7 +263,8 @@ def descendants(root: int) -> list[int]:
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-            if fields[0] not in (b"Z", b"X"):
+            ended = fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)  # Z: its first thread has ended
+            if not ended:
                 children.setdefault(int(fields[1]), []).append(int(name))
     found, waiting = [], [root]
     while waiting:

@@ -77,7 +77,8 @@ def _enter_namespaces(layout: list[list[str]]) -> None:
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     socket.sethostname("sandbox")
     # Opened with the rights of the user who started this: only that one may reach them.
-    sources = {entry[1]: os.open(entry[1], os.O_PATH) for entry in layout if entry[0] in ("bind", "device")}
+    paths = {entry[1] for entry in layout if entry[0] in ("bind", "device")}
+    sources = {path: os.open(path, os.O_PATH) for path in paths}
     os.setresgid(supervisor.USER, supervisor.USER, supervisor.USER)
     os.setresuid(supervisor.USER, supervisor.USER, supervisor.USER)
     kernel.make_dumpable()

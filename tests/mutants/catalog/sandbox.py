@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 HELD = ("tests/rl/sandbox/test_hostile.py::test_a_hostile_program_is_held_and_leaves_nothing",)
+LOST = "tests/rl/sandbox/test_hostile.py::test_a_hostile_program_that_does_not_end_leaves_nothing"
 LIMITED = ("tests/rl/sandbox/test_sandbox.py::test_a_limit_ends_a_program_and_is_named",)
 TESTED = "tests/rl/rewards/test_code_tests.py::"
 
@@ -109,5 +110,41 @@ MUTANTS: tuple[Mutant, ...] = (
         "_K1 * (1 - _B + _B * length / mean)",
         "_K1 * (1 - _B + _B * length / length if length else 1)",
         ("tests/rl/sandbox/test_tools.py::test_scores_are_those_of_the_formula",),
+    ),
+    Mutant(
+        "a program may share memory that no process has mapped",
+        "rl/sandbox/inside/kernel.py",
+        '(_JUMP_EQUAL, 0, 5, number_of["mmap"])',
+        '(_JUMP_EQUAL, 5, 5, number_of["mmap"])',
+        HELD,
+    ),
+    Mutant(
+        "a process whose first thread has ended is not seen",
+        "rl/sandbox/inside/supervisor.py",
+        'fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)',
+        'fields[0] in (b"X", b"Z")',
+        (LOST,),
+    ),
+    Mutant(
+        "a child between vfork and exec counts twice",
+        "rl/sandbox/inside/kernel.py",
+        "    return result == 0\n",
+        "    return result == 99\n",
+        ("tests/rl/sandbox/test_hostile.py::test_an_honest_program_ends_as_without_a_sandbox",),
+    ),
+    Mutant(
+        "processes without a parent do not count with resource limits alone",
+        "rl/sandbox/inside/supervisor.py",
+        "        kernel.adopt_orphans()  # they count for the program's limits\n",
+        "        pass\n",
+        ("tests/rl/sandbox/test_hostile.py::test_rlimits_hold_what_security_promises",),
+    ),
+    Mutant(
+        "a program whose protection fails counts as one that succeeds",
+        "rl/sandbox/inside/supervisor.py",
+        "        _become_program(request, setup, folder, stdin, output, errors)\n",
+        "        try:\n            _become_program(request, setup, folder, stdin, output, errors)\n"
+        "        except OSError:\n            os._exit(0)\n",
+        ("tests/rl/sandbox/test_sandbox.py::test_a_sandbox_whose_protection_fails_runs_nothing",),
     ),
 )

@@ -47,7 +47,16 @@ def check(sandbox: Sandbox, host: dict[str, str], name: str) -> None:
 HELD_BY_RLIMITS = (
     *("fork_bomb", "thread_bomb", "memory", "memory_of_children", "shared_memory", "endless_output", "endless_loop"),
     *("sleep", "deaf_sleep", "children_left", "deaf_children_left", "huge_file", "stopped"),
-    *("kernel_objects", "rights", "open_files", "closed_files", "poisoned_interpreter", "odd_files"),
+    *("hidden_shared_memory", "memory_of_orphans", "memory_behind_an_ended_thread"),
+    *(
+        "process_behind_an_ended_thread_left",
+        "kernel_objects",
+        "rights",
+        "open_files",
+        "closed_files",
+        "poisoned_interpreter",
+        "odd_files",
+    ),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,6 +147,17 @@ def test_a_readable_folder_is_read_only(sandbox: Sandbox) -> None:
     with (folder / "index.md").open() as file:
         assert result.stdout == file.readline()
     assert "Read-only file system" in result.stderr
+
+
+def test_a_sandbox_whose_protection_fails_runs_nothing(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(local._INSIDE, tmp_path / "inside")
+    with (tmp_path / "inside" / "kernel.py").open("a") as file:
+        file.write("\ndef filter_system_calls():\n    raise OSError('this kernel has no filters')\n")
+    monkeypatch.setattr(local, "_INSIDE", tmp_path / "inside")
+    with pytest.raises(SandboxError, match="this kernel has no filters"):
+        Sandbox(isolation=sandbox.isolation, workers=1)
 
 
 @pytest.mark.parametrize(
