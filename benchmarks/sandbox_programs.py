@@ -184,6 +184,18 @@ FAST_HOSTILE = {
         ),
         (0,),
     ),
+    "changes_its_supervisor": Program(
+        _attempts(
+            *("resource.prlimit(1, resource.RLIMIT_NOFILE, (1, 1))", "resource.prlimit(1, resource.RLIMIT_AS, (1, 1))"),
+            *("os.sched_setaffinity(1, [0]) or 1", "os.setpriority(os.PRIO_PROCESS, 1, 19) or 1"),
+            "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)) or 1",
+            *("os.kill(1, signal.SIGINT)", "__import__('time').sleep(0.1)"),
+            setup="import resource",
+        ),
+        (0,),
+        "held\n",
+    ),
+    "interrupts_itself": Program("import os, signal; os.kill(os.getpid(), signal.SIGINT)", (1, -2)),
     "kills_everything": Program("import os\nos.kill(-1, 9)", (0, 1, -9)),
     "ptrace": Program(
         _attempts(

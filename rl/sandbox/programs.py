@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import PurePosixPath
 from typing import Protocol
 
 from archon.schema.errors import SandboxError
@@ -90,23 +89,27 @@ class Runner(Protocol):
 
 def check_program(argv: Sequence[str], files: Mapping[str, Content], stdin: Content) -> None:
     """Raise `SandboxError` for arguments or files that no program can have."""
-    if isinstance(argv, str) or not argv or not all(isinstance(word, str) and "\0" not in word for word in argv):
-        raise SandboxError(f"argv: got {argv!r:.80}, expected a non-empty list of strings without NUL")
+    if isinstance(argv, str) or not argv or not all(map(_is_word, argv)):
+        raise SandboxError(f"argv: got {argv!r:.80}, expected a non-empty list of UTF-8 strings without NUL")
     if not argv[0]:
         raise SandboxError("argv: the program has no name; expected one such as 'python'")
     if len(files) > MAX_FILES:
         raise SandboxError(f"files: got {len(files):,}, expected at most {MAX_FILES:,}")
     for name, content in files.items():
-        parts = PurePosixPath(name).parts if isinstance(name, str) else ()
-        if not parts or "\0" in name or name.startswith("/") or name.endswith("/") or {"..", "."} & {*name.split("/")}:
+        if not _is_word(name) or not name or name[0] == "/" or name[-1] == "/" or {"..", "."} & {*name.split("/")}:
             raise SandboxError(f"files: got the name {name!r:.80}, expected a relative path without '.' and '..'")
         if not isinstance(content, str | bytes):
             raise SandboxError(f"files: {name!r:.80} is a {type(content).__name__}, expected str or bytes")
     if not isinstance(stdin, str | bytes):
         raise SandboxError(f"stdin is a {type(stdin).__name__}, expected str or bytes")
-    size = sum(map(len, (*argv, *files, *files.values(), stdin)))
+    size = sum(len(as_bytes(content)) for content in (*argv, *files, *files.values(), stdin))
     if size > MAX_INPUT_BYTES:
         raise SandboxError(f"the program's files and input have {size:,} bytes, expected at most {MAX_INPUT_BYTES:,}")
+
+
+def _is_word(word: object) -> bool:
+    """Return whether it is text that arguments and file names can hold."""
+    return isinstance(word, str) and "\0" not in word and word == as_bytes(word).decode()
 
 
 def as_bytes(content: Content) -> bytes:

@@ -88,6 +88,16 @@ _REFUSED = {
     "clock_settime": (227, 112),
     "adjtimex": (159, 171),
 }
+# Calls that change another process of the user, with the place of its id among their arguments.
+_CHANGING = {
+    "prlimit64": ((302, 261), 0),
+    "sched_setparam": ((142, 118), 0),
+    "sched_setscheduler": ((144, 119), 0),
+    "sched_setaffinity": ((203, 122), 0),
+    "sched_setattr": ((314, 274), 0),
+    "setpriority": ((141, 140), 1),
+    "ioprio_set": ((251, 30), 1),
+}
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _EPERM, _ENOSYS = 1, 38
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -200,6 +210,9 @@ def filter_system_calls() -> None:
         code += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, refuse)]
     for name in ("clone3", "memfd_create", "memfd_secret"):  # C libraries fall back where there is no such call
         code += [(_JUMP_EQUAL, 0, 1, number_of[name]), (_RETURN, 0, 0, unknown)]
+    for numbers, place in _CHANGING.values():  # a slow or broken supervisor, process 1, enforces no limit
+        code += [(_JUMP_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, 16 + 8 * place)]
+        code += [(_JUMP_EQUAL, 0, 1, 1), (_RETURN, 0, 0, refuse), (_RETURN, 0, 0, _ALLOW)]
     code += [
         (_JUMP_EQUAL, 0, 4, number_of["clone"]),
         *((_LOAD, 0, 0, 16), (_JUMP_SET, 0, 1, _NEW_ANY & ~0x80), (_RETURN, 0, 0, refuse), (_RETURN, 0, 0, _ALLOW)),

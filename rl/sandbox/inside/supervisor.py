@@ -87,16 +87,16 @@ def _write_files(request: dict[str, Any], folder: str) -> int:
     if folder == "/tmp":
         given = sum(len(content) + 4096 for content in (*files.values(), stdin))
         private_mounts(folder, request["limits"]["file_bytes"] + given)
+    path = f"{folder}/.stdin"
+    with open(path, "wb") as file:
+        file.write(stdin)
+    descriptor = os.open(path, os.O_RDONLY)
+    os.unlink(path)
     for name, content in files.items():
         path = f"{folder}/{name}"
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "xb") as file:
             file.write(content)
-    path = f"{folder}/.stdin"
-    with open(path, "xb") as file:
-        file.write(stdin)
-    descriptor = os.open(path, os.O_RDONLY)
-    os.unlink(path)
     if os.geteuid() == 0:  # without namespaces
         for where, folders, names in os.walk(folder):
             for name in (".", *folders, *names):
@@ -147,7 +147,9 @@ def _become_program(
     kernel.drop_capabilities()
     kernel.filter_system_calls()
     argv = request["argv"]
-    if not is_script(argv):
+    if is_script(argv):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    else:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
             signal.signal(number, signal.SIG_DFL)
         try:

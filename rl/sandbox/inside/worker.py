@@ -35,6 +35,7 @@ def main(descriptor: int, setup: dict[str, Any]) -> dict[str, Any] | None:
         kernel.adopt_orphans()
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a program can send its process 1 only signals with a handler
     site.setquit()  # `exit` and `quit`; the packages of the machine are not importable
     control = socket.socket(fileno=descriptor)
     control.send(b"r")

@@ -147,4 +147,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "        except OSError:\n            os._exit(0)\n",
         ("tests/rl/sandbox/test_sandbox.py::test_a_sandbox_whose_protection_fails_runs_nothing",),
     ),
+    Mutant(
+        "a program may change its supervisor's limits and priority",
+        "rl/sandbox/inside/kernel.py",
+        "        code += [(_JUMP_EQUAL, 0, 1, 1), (_RETURN",
+        "        code += [(_JUMP_EQUAL, 1, 1, 1), (_RETURN",
+        HELD,
+    ),
+    Mutant(
+        "a program may interrupt its supervisor",
+        "rl/sandbox/inside/worker.py",
+        "    signal.signal(signal.SIGINT, signal.SIG_DFL)",
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)",
+        HELD,
+    ),
 )

@@ -35,6 +35,7 @@ def test_a_program_gets_files_arguments_and_input(any_sandbox: Sandbox) -> None:
     result = any_sandbox.run(["python", "main.py", "1", "ü"], files, "in\nput")
     assert result == Result(4, None, "['main.py', '1', 'ü'] 7 b'\\xff\\x00' in\nput\n", "", result.seconds)
     assert not result.ok and 0 < result.seconds < 10
+    assert any_sandbox.run(["cat", ".stdin", "-"], {".stdin": "a file"}, " and input").stdout == "a file and input"
 
 
 def test_an_exception_is_printed_as_python_prints_it(any_sandbox: Sandbox) -> None:
@@ -189,6 +190,10 @@ def test_another_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], {}, "argv: got .*, expected a non-empty list"),
         ("ls", {}, "argv: got 'ls', expected a non-empty list"),
         ([""], {}, "argv: the program has no name"),
+        (["a", "\ud800"], {}, "argv: got .* expected a non-empty list of UTF-8 strings without NUL"),
+        (["a"], {"\ud800": ""}, "files: got the name '.ud800', expected a relative path"),
+        (["a"], {"": ""}, "files: got the name '', expected a relative path"),
+        (["a"], {"a": "ü" * (33 << 20)}, "bytes, expected at most 67,108,864"),
         (["a"], {"../a": ""}, "files: got the name '../a', expected a relative path"),
         (["a"], {"/a": ""}, "files: got the name '/a', expected a relative path"),
         (["a"], {"a": 1}, "files: 'a' is a int, expected str or bytes"),
