@@ -41,7 +41,8 @@ ROWS = {
     "result of a tool; index of a search tool": f"{tools.MAX_TEXT:,} characters, {tools.TOOL_LIMITS.wall_seconds:g} s; "
     f"{tools.MAX_INDEX_BYTES // GIB} GiB",
     "request to the sandbox's server": f"body {remote_sandbox.MAX_BODY_BYTES // MIB} MiB, received in "
-    f"{remote_sandbox._READ_SECONDS:g} s; {remote_sandbox.MAX_WAITING} at once; 60 s and 2 GiB for a program",
+    f"{remote_sandbox._READ_SECONDS:g} s with its headers; {remote_sandbox.MAX_WAITING} at once; "
+    f"{remote_sandbox.MAX_CONNECTIONS:,} connections; 60 s and 2 GiB for a program",
     "parts of a reward": f"{result.MAX_PARTS}, with names of {result.MAX_PART_NAME} characters",
     "exception of a reward": f"{worker._MAX_MESSAGE:,} characters, and {worker._MAX_TRACEBACK:,} of its traceback",
     "ranks, and launched servers, of one machine": f"{capacity.RANKS_PER_CORE} per processor, one per "

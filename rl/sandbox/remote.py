@@ -18,8 +18,10 @@ import base64
 import binascii
 import hmac
 import http.client
+import io
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -47,6 +49,8 @@ MAX_BODY_BYTES = 2 * MAX_INPUT_BYTES  # base64 takes 4/3 of the bytes
 MAX_ANSWER_BYTES = 64 << 20
 MAX_WAITING = 256
 """Concurrent requests of a server; each waits for a worker."""
+MAX_CONNECTIONS = 1024
+"""Connections of a server; a further one is closed. Each takes a thread, also without the key."""
 ATTEMPTS = 3
 """Attempts of a request to a server that is busy or cannot be reached."""
 _RETRY_SECONDS = 1.0
@@ -175,6 +179,7 @@ class SandboxServer(ThreadingHTTPServer):
         self.runner, self.key = runner, key
         self.most = most or Limits(wall_seconds=60.0, cpu_seconds=60.0, memory_bytes=2 << 30, output_bytes=16 << 20)
         self.places = threading.Semaphore(MAX_WAITING)
+        self._connections = threading.Semaphore(MAX_CONNECTIONS)
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
@@ -185,6 +190,45 @@ class SandboxServer(ThreadingHTTPServer):
         """Address for clients."""
         return f"http://{self.server_address[0]!s}:{self.server_address[1]}"
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection, if there are not too many."""
+        if self._connections.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer the request of a connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the exception of a request, unless its client has gone."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class _Received(io.RawIOBase):
+    """Bytes of a connection that must all arrive within `seconds`."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection, self._end = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request did not arrive in time")
+        self._connection.settimeout(left)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(_READ_SECONDS)  # for the answer
+
 
 def _smaller(one: Limits, other: Limits) -> Limits:
     return replace(one, **{name: min(value, getattr(other, name)) for name, value in vars(one).items()})
@@ -194,6 +238,11 @@ class _Handler(BaseHTTPRequestHandler):
     server: SandboxServer
     timeout = _READ_SECONDS
 
+    def setup(self) -> None:
+        """Limit the time in which the request arrives, not that of each of its parts."""
+        super().setup()
+        self.rfile = io.BufferedReader(_Received(self.connection, self.timeout))
+
     def do_POST(self) -> None:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
         if not hmac.compare_digest(given, self.server.key.encode()):
@@ -201,8 +250,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/run":
             return self._answer(404, {"error": f"no route {self.path[:80]}; expected /run"})
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            return self._answer(411, {"error": "the request has no Content-Length"})
+        if not length.isdecimal() or len(length) > 18:
+            return self._answer(411, {"error": "the request has no valid Content-Length"})
         if int(length) > MAX_BODY_BYTES:
             return self._answer(
                 413, {"error": f"the body has {int(length):,} bytes, expected at most {MAX_BODY_BYTES:,}"}

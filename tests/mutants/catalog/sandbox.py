@@ -161,4 +161,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "    signal.signal(signal.SIGINT, signal.default_int_handler)",
         HELD,
     ),
+    Mutant(
+        "a request to a sandbox server may arrive for ever",
+        "rl/sandbox/remote.py",
+        "        if left <= 0:\n",
+        "        left = max(left, 0.2)\n        if left <= 0:\n",
+        ("tests/rl/sandbox/test_remote.py::test_a_request_that_drips_ends",),
+    ),
 )

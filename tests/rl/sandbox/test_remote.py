@@ -5,9 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -83,6 +86,45 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(sandbox: Sandbox)
         response = connection.getresponse()
         assert response.status == 413 and b"expected at most 134,217,728" in response.read()
         connection.close()
+
+
+def drip(client: socket.socket, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        client.sendall(b"a")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("start", [b"POST /run", b"POST /run HTTP/1.0\r\nContent-Length: 99\r\n\r\n"])
+def test_a_request_that_drips_ends(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    monkeypatch.setattr(remote._Handler, "timeout", 0.3)
+    server = SandboxServer(sandbox, "")
+    with serving(server) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+        client.sendall(start)
+        with pytest.raises(ConnectionError):
+            drip(client, 2)
+        assert RemoteSandbox(url).run(["echo", "a"]).ok
+
+
+def test_connections_beyond_the_maximum_are_closed(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(remote, "_RETRY_SECONDS", 0.1)
+    with serving(SandboxServer(sandbox, "k")) as url:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        one, two, three = [socket.create_connection(address, timeout=5) for _ in range(3)]
+        with one, two, three:
+            assert three.recv(1) == b""
+        assert RemoteSandbox(url, "k").run(["echo", "a"]).ok  # asked again if the server has not seen their ends
+
+
+def test_a_client_that_goes_is_no_error_of_the_server(sandbox: Sandbox, capsys: pytest.CaptureFixture[str]) -> None:
+    server = SandboxServer(sandbox, "")
+    server.daemon_threads = False  # its end waits for them
+    with serving(server) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
+        client.sendall(b"POST /run HTTP/1.0\r\nContent-Length: 99\r\n\r\n")
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_wrong_key_is_named_at_once(sandbox: Sandbox) -> None:
