@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from archon.rl.sandbox import Sandbox
-from archon.rl.sandbox.local import descendants
+from archon.rl.sandbox.inside.supervisor import descendants
 from archon.schema.errors import SandboxError
 from benchmarks.harness import say
 from benchmarks.sandbox_programs import FAST_HOSTILE, HONEST, PROGRAMS, SECRET, SLOW_HOSTILE, command_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,10 @@ from archon.schema.errors import RewardError
 LIMITS = Limits(wall_seconds=4.0, cpu_seconds=4.0)
 """Limits of one test. An honest test takes milliseconds."""
 TOTAL_SECONDS = 10.0
-"""Seconds of all tests of an answer, below the 15 s that `rollout.reward_timeout` gives a reward by default."""
+"""Seconds in which the tests of an answer run, below the 15 s of `rollout.reward_timeout`.
+
+Waiting for a busy sandbox does not count: it may cost the sample, and must not fail the tests.
+"""
 MAX_TESTS = 1000
 
 _FENCE = re.compile(r"^[ \t]*(```+|~~~+)[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -56,9 +58,8 @@ def passed_tests(
     """
     code = extract_code(completion)
     runner = runner or default_runner()
-    end = time.monotonic() + TOTAL_SECONDS
+    left = TOTAL_SECONDS
     for test in tests:
-        left = end - time.monotonic()
         if left <= 0:
             yield False
             continue
@@ -68,11 +69,13 @@ def passed_tests(
             mark = secrets.token_hex(16)
             source = f"{code}\n\n{test}{_DONE.format(mark=mark)}"
             result = runner.run(["python", "main.py"], {"main.py": source}, limits=limits)
-            yield result.ok and result.stdout.endswith(mark)
+            passed = result.ok and result.stdout.endswith(mark)
         else:
             stdin, expected = test
             result = runner.run(["python", "main.py"], {"main.py": code}, stdin, limits)
-            yield result.ok and _lines(result.stdout) == _lines(expected)
+            passed = result.ok and _lines(result.stdout) == _lines(expected)
+        left -= result.seconds
+        yield passed
 
 
 def extract_code(completion: str) -> str:

@@ -369,18 +369,3 @@ def _layout(python: str, readable: Sequence[str]) -> list[list[str]]:
     return layout + [
         ["file", (_INSIDE / name).read_text(encoding="utf-8"), f"{launch.FOLDER}/inside/{name}"] for name in _CODE
     ]
-
-
-def descendants(root: int) -> list[int]:
-    """Return the process ids of all living descendants of `root`."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
-            children.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
-    found: list[int] = []
-    waiting = [root]
-    while waiting:
-        new = children.get(waiting.pop(), [])
-        found += new
-        waiting += new
-    return found

@@ -72,8 +72,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a program that exits before its tests passes them",
         "rl/rewards/code_tests.py",
-        "yield result.ok and result.stdout.endswith(mark)",
-        "yield result.ok",
+        "passed = result.ok and result.stdout.endswith(mark)",
+        "passed = result.ok",
         (f"{TESTED}test_a_program_that_skips_the_tests_fails_them",),
     ),
     Mutant(

@@ -13,7 +13,7 @@ import pytest
 
 from archon.rl.config import RLConfig
 from archon.rl.rewards import AsyncRewardWrapper, code_tests, get_reward_fn, verify_gold
-from archon.rl.sandbox import Limits
+from archon.rl.sandbox import Limits, Result, Sandbox
 from archon.rl.trainer import RLTrainer
 from archon.schema.errors import RewardError
 from archon.training.metrics import read_jsonl
@@ -51,6 +51,20 @@ def test_standard_output_is_compared_for_each_standard_input() -> None:
     assert score("print(3)", SUMS) == 0.0
     assert score("print('3  ')\nprint()", SUMS[:1]) == 1.0  # white space at ends of lines
     assert score("print(3); raise SystemExit(1)", SUMS[:1]) == 0.0
+
+
+def test_waiting_for_a_busy_sandbox_fails_no_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_tests, "TOTAL_SECONDS", 0.4)
+
+    class Busy(Sandbox):
+        def run(self, *program: Any, **limits: Any) -> Result:
+            time.sleep(0.3)
+            return super().run(*program, **limits)
+
+    with Busy(workers=1) as busy:
+        assert list(code_tests.passed_tests(ADD, ASSERTS[:1] * 3, busy)) == [True] * 3
+        slow = "import time; time.sleep(0.3)"
+        assert list(code_tests.passed_tests(slow, ["pass"] * 3, busy)) == [True, False, False]
 
 
 def test_the_fraction_counts_passed_tests() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from archon.rl.sandbox import Limits, Result, Sandbox, local
-from archon.rl.sandbox.local import descendants
+from archon.rl.sandbox.inside.supervisor import descendants
 from archon.schema.errors import SandboxError
 from tests.rl.sandbox.sandboxes import use_readable_python
 from tests.test_readme import ROOT
@@ -237,7 +237,8 @@ def test_a_closed_sandbox_has_no_processes_and_runs_nothing(any_sandbox: Sandbox
 
 
 def test_nothing_remains_when_the_owner_is_killed(sandbox: Sandbox) -> None:
-    source = "from archon.rl.sandbox.local import Sandbox, descendants\nimport os, threading\n"
+    source = "from archon.rl.sandbox import Sandbox\nimport os, threading\n"
+    source += "from archon.rl.sandbox.inside.supervisor import descendants\n"
     source += f"s = Sandbox(isolation={sandbox.isolation!r}, workers=1)\n"
     source += "threading.Thread(target=s.run, args=[['sleep', '88']], daemon=True).start()\n"
     source += "import time\nwhile not any(b'88' in open(f'/proc/{p}/cmdline', 'rb').read().split(b'\\0') for p in\n"
