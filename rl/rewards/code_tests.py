@@ -94,7 +94,7 @@ def _read_tests(tests: Any) -> list[str | tuple[str, str]]:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = tests  # code
     if isinstance(value, str):
         value = [value]

@@ -195,7 +195,7 @@ def parse_verdict(text: str, names: Sequence[str]) -> dict[str, bool]:
     if start >= 0:
         try:
             verdict = json.JSONDecoder().raw_decode(text, start)[0]
-        except ValueError:
+        except (ValueError, RecursionError):
             verdict = None
     if (
         not isinstance(verdict, dict)

@@ -53,6 +53,10 @@ def test_standard_output_is_compared_for_each_standard_input() -> None:
     assert score("print(3); raise SystemExit(1)", SUMS[:1]) == 0.0
 
 
+def test_tests_that_nest_deeply_are_code_that_fails() -> None:
+    assert score(ADD, "[" * 10**5) == 0.0
+
+
 def test_waiting_for_a_busy_sandbox_fails_no_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_tests, "TOTAL_SECONDS", 0.4)
 

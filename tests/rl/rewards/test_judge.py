@@ -178,7 +178,9 @@ async def test_the_judge_of_the_guide_behind_archon_serve(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "text", ["", "yes", "{}", '{"a": 1}', '{"a": true, "b": true}', '{"a": true', "{" * 99, "[true]"]
+    "text",
+    ["", "yes", "{}", '{"a": 1}', '{"a": true, "b": true}', '{"a": true', "{" * 99, "[true]", '{"a": ' + "[" * 10**5],
+    ids=range(9),
 )
 def test_an_unusable_verdict_is_refused(text: str) -> None:
     assert parse_verdict('{"a": true}', ["a"]) == {"a": True}
