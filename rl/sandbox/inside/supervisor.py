@@ -288,17 +288,21 @@ def _tasks_of_user(uid: int) -> int:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants of this process, and reap them; a stopped process cannot start another."""
+    """Kill all descendants of this process, which adopts orphans, and reap them."""
     own = os.getpid()
-    stopped: set[int] = set()
-    while new := set(descendants(own)) - stopped:
-        for pid in new:
+    while True:
+        stopped: set[int] = set()
+        while new := set(descendants(own)) - stopped:
+            for pid in new:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGSTOP)  # a stopped process cannot start another
+            stopped |= new
+        for pid in stopped:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGSTOP)
-        stopped |= new
-    for pid in stopped:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)  # they are ending, or one was not seen because its parent ended meanwhile
