@@ -134,7 +134,7 @@ class Sandbox:
         return result
 
     def close(self) -> None:
-        """End the workers and their programs."""
+        """End the idle workers. A program that runs goes on up to its limits, and its worker ends after it."""
         with self._lock:
             self._closed = True
             workers, self._idle = self._idle, []
