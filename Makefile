@@ -1,6 +1,6 @@
 # Every target creates .venv if it is missing (see .ci/setup). Variables:
 #   PYTHON=python3.12    interpreter of .venv
-#   SAMPLE=N             run about one of N parameters of each parametrized test, chosen by the commit (test: 12, others: 1)
+#   SAMPLE=N             run about one of N parameters of each parametrized test, chosen by the commit (test: 16, others: 1)
 #   SAMPLE_FUNCTIONS=M   run about one of M test functions (1)
 #   TORCH_INDEX=URL      package index for torch, if pip's configured index lacks the CPU or CUDA variant you want
 export PYTHON TORCH_INDEX
@@ -57,7 +57,7 @@ demo-real: setup
 	.venv/bin/python -m tests.real_model
 	.venv/bin/archon rl --config rl/recipes/smollm2_sums.yaml
 
-test: SAMPLE := 12
+test: SAMPLE := 16
 test: setup
 	$(PYTEST_SAMPLED) -m "not slow and not real and not vllm and not netns and not cuda_traced"
 

@@ -334,7 +334,7 @@ def _result(
 
 def interpreter() -> str:
     """Return the Python of programs: the one that this process runs, without its virtual environment."""
-    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    return os.path.realpath(f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}")
 
 
 def _environment(python: str, isolation: Isolation) -> dict[str, str]:

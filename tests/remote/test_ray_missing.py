@@ -18,6 +18,7 @@ from tests.remote.test_launch import WEB
 from tests.rl.rewards import faulty
 
 
+@pytest.mark.slow
 def test_nothing_imports_ray_until_it_is_asked_for() -> None:
     code = "import sys, archon.rl.trainer, archon.remote.launchers.launch, archon.rl.workflows.agent"
     done = subprocess.run([sys.executable, "-c", f"{code}; assert 'ray' not in sys.modules"], capture_output=True)
