@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from archon.rl.sandbox.inside import launch
-from archon.rl.sandbox.programs import Content, Limits, Result, as_bytes, check_program, limits_as_json
+from archon.rl.sandbox.programs import Content, Limits, Result, limits_as_json, program_as_json
 from archon.schema.children import start_child
 from archon.schema.errors import SandboxError
 
@@ -114,15 +114,8 @@ class Sandbox:
         Raises:
             SandboxError: an argument is invalid, the sandbox is closed, or its worker fails.
         """
-        files = files or {}
-        check_program(argv, files, stdin)
         limits = limits or self.limits
-        request = {
-            "argv": list(argv),
-            "files": {name: base64.b64encode(as_bytes(content)).decode() for name, content in files.items()},
-            "stdin": base64.b64encode(as_bytes(stdin)).decode(),
-            "limits": limits_as_json(limits),
-        }
+        request = program_as_json(argv, files, stdin, limits)
         with self._free:
             worker = self._take()
             try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 from archon.schema.errors import SandboxError
 
@@ -105,6 +106,20 @@ def check_program(argv: Sequence[str], files: Mapping[str, Content], stdin: Cont
     size = sum(len(as_bytes(content)) for content in (*argv, *files, *files.values(), stdin))
     if size > MAX_INPUT_BYTES:
         raise SandboxError(f"the program's files and input have {size:,} bytes, expected at most {MAX_INPUT_BYTES:,}")
+
+
+def program_as_json(
+    argv: Sequence[str], files: Mapping[str, Content] | None, stdin: Content, limits: Limits
+) -> dict[str, Any]:
+    """Return a program as JSON-compatible data, for a worker or a server; raise `SandboxError` if it is invalid."""
+    files = files or {}
+    check_program(argv, files, stdin)
+    return {
+        "argv": list(argv),
+        "files": {name: base64.b64encode(as_bytes(content)).decode() for name, content in files.items()},
+        "stdin": base64.b64encode(as_bytes(stdin)).decode(),
+        "limits": limits_as_json(limits),
+    }
 
 
 def _is_word(word: object) -> bool:

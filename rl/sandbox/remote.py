@@ -38,9 +38,7 @@ from archon.rl.sandbox.programs import (
     Limits,
     Result,
     Runner,
-    as_bytes,
-    check_program,
-    limits_as_json,
+    program_as_json,
 )
 from archon.schema.errors import SandboxError, describe_error
 
@@ -86,15 +84,8 @@ class RemoteSandbox:
         Raises:
             SandboxError: an argument is invalid, or the server refuses, cannot be reached or answers invalidly.
         """
-        files = files or {}
-        check_program(argv, files, stdin)
         limits = limits or self.limits
-        body = {
-            "argv": list(argv),
-            "files": {name: base64.b64encode(as_bytes(content)).decode() for name, content in files.items()},
-            "stdin": base64.b64encode(as_bytes(stdin)).decode(),
-            "limits": limits_as_json(limits),
-        }
+        body = program_as_json(argv, files, stdin, limits)
         data = json.dumps(body).encode()
         reason = ""
         for attempt in range(ATTEMPTS):
