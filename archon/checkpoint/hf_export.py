@@ -77,7 +77,7 @@ def save_hf(
             leaves them out, for a model that was not loaded from a checkpoint. Quantized tensors become weights of the
             export's dtype: without a `quantization_config` no reader would apply their scales.
         text_only: the weights are the text decoder of a vision-language model; the vision encoder is passed through.
-        adapter: the adapter that made `weights`, if the model has MTP layers; by default that of the config.
+        adapter: the adapter that made `weights`, if the model has MTP layers; by default the config's adapter.
 
     Everything is written and synced in a hidden folder next to `path`. One rename (or exchange with an earlier export)
     makes it visible: a kill at any moment leaves either the earlier export or the new one.

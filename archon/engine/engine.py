@@ -88,7 +88,7 @@ class ArchonEngine(EngineIO):
             `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `tokens_computed` (fewer if documents share a
             prefix), `micro_batches`, `loss_weight` (the denominator), `skipped` (1 if the gradient was not finite; then
             no weight or moment changed), and the metrics of the loss function. Trained MTP layers add `mtp_loss` (the
-            mean over their labels) and `mtp_grad_norm`, whose gradients `grad_norm` leaves out. In a multi-LoRA model
+            mean over their labels) and `mtp_grad_norm`; `grad_norm` leaves out their gradients. In a multi-LoRA model
             `loss` is the sum over LoRAs, `lr` the largest rate, `skipped` the number of skipped LoRAs, and NAME/loss
             and so on are the metrics of each LoRA.
         """

@@ -98,7 +98,7 @@ class LoRAPool:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports results. Of the ranks with the same documents, exactly one reports."""
+        """True on the one rank that reports results, among the ranks with the same documents."""
         runner, ranks = self._engine.built.runner, self.ranks
         return (isinstance(runner, MicroBatchRunner) or runner.is_last) and ranks.cp.rank == ranks.tp.rank == 0
 

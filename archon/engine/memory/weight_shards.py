@@ -177,7 +177,7 @@ class ModelWeights:
 
     @property
     def trains_head(self) -> bool:
-        """Whether the head is a saved module, alone or as the tied embedding."""
+        """True if the head, or the embedding that is tied to it, is a saved module."""
         return any(w.saved for w in self.head if w.role == "head")
 
     def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[int, ...], tuple[ParameterShape, ...]]:

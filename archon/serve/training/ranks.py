@@ -54,7 +54,7 @@ class RankTrainer(Trainer):
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank answers the clients and writes files."""
+        """True on the rank that answers clients and writes files."""
         return self._plane.is_main
 
     def follow(self) -> None:

@@ -74,7 +74,7 @@ class Trainer:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank answers the clients and writes files."""
+        """True on the rank that answers clients and writes files."""
         return True
 
     def _agree(self, work: Callable[[], Result]) -> Result:
